@@ -25,7 +25,6 @@ from ag.engine import Policy
 from ag.errors import UserError
 from ag.evaluate.choice import SharesTest, Trial, least_loss, policies_allowed, promising, rows_needed
 from ag.evaluate.comparison.cells import VERSIONS, list_cells
-from ag.evaluate.comparison.progress import ComparisonProgress
 from ag.evaluate.comparison.work import Worker
 from ag.evaluate.tasks import Outcome, Sample, Task
 
@@ -117,7 +116,7 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
     """
     comparison = config.comparison()
     cells = list_cells(comparison)
-    worker = Worker(comparison, "", ComparisonProgress(Console(quiet=True), 0))
+    worker = Worker(comparison, "")
     task, tokenizer = cells[0].task, worker.tokenizer
     loaded = task.load(tokenizer, config.samples, worker.max_tokens)
     rows = [row for row in loaded.samples if task.reads_on(row)]

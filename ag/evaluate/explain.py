@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,6 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
-from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from ag.commands.explain import ExplainConfig
 from ag.config.command_line import Invocation
@@ -40,75 +38,53 @@ def run(invocation: Invocation[ExplainConfig]) -> int:
     if invocation.dry_run:
         print(*_policies(invocation.config), sep="\n")
         return 0
-    for path in explain(invocation.config, print):
-        print(path)
+    folder = Path(invocation.config.output)
+    for name, figure in explain(invocation.config):
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"{name}.png")
+        print(folder / f"{name}.png")
     return 0
 
 
-def explain(config: ExplainConfig, tell: Callable[[str], None]) -> list[Path]:
-    """Draw the pictures; returns their files.
-
-    Args:
-        config: what to draw.
-        tell: prints a line about each picture that cannot be drawn.
-    """
+def explain(config: ExplainConfig) -> Iterator[tuple[str, Figure]]:
+    """Yield the name and the figure of each picture, and print a line about each that cannot be drawn."""
     plan = _policies(config)
     task = tasks.make(config.task, config.root, **config.task_options)
     model, tokenizer = models.load_base(base_model(config, config.model), config.device)
     context = model.config.get_text_config().max_position_embeddings
     loaded = task.load(tokenizer, SEARCHED * config.samples, context).samples
-    samples = [Sample(x.id, x.prompt[: config.tokens]) for x in loaded if len(x.prompt) >= config.tokens]
-    if not samples:
+    texts = [sample for sample in loaded if len(sample.prompt) >= config.tokens][: config.samples]
+    if not texts:
         raise UserError(f"task={config.task}: no prompt has tokens={config.tokens}; ask for fewer.")
     if config.gates and config.adapter and export.adapter_path(config.gates):
         model = export.load_adapter(model, config.gates)  # type: ignore[assignment]
-    folder = Path(config.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in draw(config, model, tokenizer, plan, samples[: config.samples], tell):
-        paths.append(folder / f"{name}.png")
-        figure.savefig(paths[-1])
-    if not paths:
-        raise UserError(
-            f"pictures={config.pictures}: nothing to draw; expected keep, errors, or attention with gates=EXPORT "
-            "of gate.kind=attention."
-        )
-    return paths
-
-
-def draw(
-    config: ExplainConfig,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    plan: dict[str, Policy],
-    samples: list[Sample],
-    tell: Callable[[str], None],
-) -> Iterator[tuple[str, Figure]]:
-    """Yield the name and the figure of each picture."""
-    prompts = [Sample(sample.id, sample.prompt[: -config.continuation]) for sample in samples]
+    prompts = [Sample(text.id, text.prompt[: config.tokens - config.continuation]) for text in texts]
     policies = [planned.with_tokenizer(tokenizer) for planned in plan.values()]
     views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
     if "keep" in config.pictures:
         for file, policy_views in zip(_file_names(views), views.values(), strict=True):
             for number, view in enumerate(policy_views):
                 yield f"keep-{file}-{number}", keep_pattern(view.kept, view.token_texts)
-    recorded_passes = [RecordedPass(model, sample.prompt) for sample in samples]
-    if "attention" in config.pictures and config.gates:
-        gates = EvictionCache(model, plan[GATES]).gates
-        assert gates is not None
-        if gates.config.kind != "attention":
-            tell(f"attention: no picture, because gates of kind {gates.config.kind} have no attention")
-        else:
-            for number, (recorded, view) in enumerate(zip(recorded_passes, views[GATES], strict=True)):
-                yield f"attention-{number}", attention_maps(config.layers, gates, recorded, view)
+    passes = [RecordedPass(model, text.prompt[: config.tokens]) for text in texts]
+    gates = EvictionCache(model, plan[GATES]).gates if "attention" in config.pictures and config.gates else None
+    if gates is not None and gates.config.kind == "attention":
+        for number, (recorded, view) in enumerate(zip(passes, views[GATES], strict=True)):
+            yield f"attention-{number}", attention_maps(config.layers, gates, recorded, view)
+    elif gates is not None:
+        print(f"attention: no picture, because gates of kind {gates.config.kind} have no attention")
     if "errors" in config.pictures:
         errors, kept = {}, {}
         for name, policy_views in views.items():
-            pairs = zip(recorded_passes, policy_views, strict=True)
+            pairs = zip(passes, policy_views, strict=True)
             sample_errors = [output_errors(recorded, torch.from_numpy(view.kept)) for recorded, view in pairs]
             errors[name] = torch.stack(sample_errors).mean(0).cpu().numpy()
             kept[name] = sum(float(view.kept.mean()) for view in policy_views) / len(policy_views)
         yield "errors", errors_by_layer(errors, kept, plan)
+    elif "keep" not in config.pictures and (gates is None or gates.config.kind != "attention"):
+        raise UserError(
+            f"pictures={config.pictures}: nothing to draw; expected keep, errors, or attention with gates=EXPORT "
+            "of gate.kind=attention."
+        )
 
 
 def _file_names(names: Iterable[str]) -> list[str]:
@@ -121,11 +97,8 @@ def _file_names(names: Iterable[str]) -> list[str]:
 def attention_maps(layers: Sequence[int], gates: AttentionGates, recorded: RecordedPass, view: KeptTokens) -> Figure:
     """Draw the model's attention, the gate's attention and the kept tokens, as in Figure 4 of Attention-Gate.
 
-    Args:
-        layers: layers, one row of the picture each. Empty: four layers, evenly spaced.
-        gates: gates of kind attention.
-        recorded: the pass over the text.
-        view: the kept tokens among the first tokens, which are drawn.
+    Each layer is a row of the picture. No ``layers``: four layers, evenly spaced. The pass is over the complete text,
+    and the attention of the first tokens, which the view has, is drawn.
     """
     gated_layers, length = gates.layer_indices, view.kept.shape[2]
     layers = layers or sorted({gated_layers[i * (len(gated_layers) - 1) // 3] for i in range(4)})
@@ -155,13 +128,7 @@ def attention_maps(layers: Sequence[int], gates: AttentionGates, recorded: Recor
 
 
 def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], plan: Mapping[str, Policy]) -> Figure:
-    """Draw `[L]` errors by policy. Policies with one scorer have one colour and different dashes.
-
-    Args:
-        errors: `[L]` errors by policy.
-        kept: kept share by policy.
-        plan: the policies.
-    """
+    """Draw `[L]` errors by policy, with kept shares. Policies with one scorer have one colour and different dashes."""
     figure = Figure(figsize=(8, 4.2), dpi=DPI, layout="constrained")
     axes = figure.subplots()
     drawn: dict[tuple[str, str | None], int] = {}  # number of lines by scorer
@@ -175,12 +142,9 @@ def errors_by_layer(errors: Mapping[str, Array], kept: Mapping[str, float], plan
             linewidth=1.5,
             label=f"{name} ({kept[name]:.0%}): {np.mean(values):.3f}",
         )
-    axes.set_yscale("log")
-    axes.set_xlabel("layer")
-    axes.set_ylabel("relative squared error of the output")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
+    axes.set(yscale="log", xlabel="layer", ylabel="relative squared error of the output", axisbelow=True)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8, title="policy (kept): mean")
     return figure

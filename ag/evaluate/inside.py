@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.evaluate.tasks import Sample
@@ -47,11 +47,7 @@ class KeptTokens:
 
 
 def record(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    policies: Sequence[Policy],
-    samples: Sequence[Sample],
-    max_tokens: int,
+    model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Sequence[Sample], max_tokens: int
 ) -> list[list[KeptTokens]]:
     """Run each policy on the first tokens of some prompts. Returns for each policy a view of each sample."""
     views: list[list[KeptTokens]] = [[] for _ in policies]
@@ -75,7 +71,7 @@ def kept_mask(cache: EvictionCache) -> NDArray[np.bool_]:
     return mask
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """Return the text of each token. Together they are the text, up to characters cut in the middle."""
     texts = []
     for index, token_id in enumerate(ids):
@@ -86,16 +82,11 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]
 
 
 class RecordedPass(Interceptor):
-    """A dense forward pass over one sequence that records the inputs of each attention layer.
-
-    Attributes:
-        calls: by layer, the queries, keys and values.
-        hidden: by layer, the hidden states ``[1, T, d]`` that enter the attention.
-    """
+    """A dense forward pass over one sequence that records the inputs of each attention layer."""
 
     def __init__(self, model: nn.Module, ids: Sequence[int]) -> None:
-        self.calls: list[AttentionCall] = []
-        self.hidden: list[Tensor] = []
+        self.calls: list[AttentionCall] = []  # by layer, the queries, keys and values
+        self.hidden: list[Tensor] = []  # by layer, the hidden states ``[1, T, d]`` that enter the attention
         instrument(model)
         tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
         with torch.no_grad():
@@ -134,16 +125,11 @@ def gate_map(gate: AttentionGate, hidden: Tensor) -> Tensor:
 
 
 def output_errors(recorded: RecordedPass, kept: Tensor) -> Tensor:
-    """Return the errors of the attention outputs of later tokens after eviction from the first tokens.
+    """Return the errors of attention outputs after eviction, from a pass over a complete text, T tokens.
 
-    Every layer has its input without eviction: errors of earlier layers do not count.
-
-    Args:
-        recorded: the pass over the complete text, T tokens.
-        kept: ``[L, Hkv, P]`` bool, which of the first P tokens were kept.
-
-    Returns:
-        ``[L]``: squared difference of the outputs by the squared outputs, over heads and queries (CAOTE, Figure 3).
+    ``kept`` ``[L, Hkv, P]`` bool says which of the first P tokens were kept. An error ``[L]`` is the squared difference
+    of a layer's outputs by the squared outputs, over heads and later queries (CAOTE, Figure 3). Every layer has its
+    input without eviction: errors of earlier layers do not count.
     """
     errors = []
     for call, flags in zip(recorded.calls, kept.to(recorded.calls[0].k.device), strict=True):

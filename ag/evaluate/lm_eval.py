@@ -50,7 +50,7 @@ class EvictingLM(HFLM):
 
     Args:
         pretrained: hub id, local folder, an alias such as smollm2, or a model (then with ``tokenizer``).
-        policy: see :func:`ag.policy`; ``gates:EXPORT`` brings the export's adapter along.
+        policy: see :func:`ag.policy`, as ``budget`` and ``schedule``; ``gates:EXPORT`` brings the adapter along.
         budget: tokens per KV head (int), or share of the context (float).
         schedule: when tokens are evicted.
         adapter: whether to load the adapter of ``gates:EXPORT``; False for a model with the merged adapter.
@@ -103,9 +103,8 @@ class EvictingLM(HFLM):
             )
         results: dict[int, tuple[float, bool]] = {}
         for context, members in tqdm(groups.items(), disable=disable_tqdm or self.rank != 0, desc="Contexts"):
-            [(cache, last_hidden)] = engine.read_prompt(
-                self.model, [self.policy], torch.tensor([context], device=self.device)
-            )
+            prompt = torch.tensor([context], device=self.device)
+            [(cache, last_hidden)] = engine.read_prompt(self.model, [self.policy], prompt)
             scores = score(self.model, cache, last_hidden, [requests[index][2] for index in members])
             for index, (nats, greedy) in zip(members, scores, strict=True):
                 results[index] = float(nats.sum()), bool(greedy.all())

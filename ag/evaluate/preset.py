@@ -8,16 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ag.commands.evaluate import TASK, EvaluateConfig, Preset, translate
+from ag.commands.evaluate import TASK, EvaluateConfig, translate
 from ag.config.command_line import Invocation
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare, log
 from ag.evaluate.comparison.rows import Comparison, Row
-from ag.evaluate.comparison.tables import OVER, OVER_NOTE, counted
+from ag.evaluate.comparison.tables import OVER, OVER_NOTE, counted, printed_table
 
 
 def run(invocation: Invocation[EvaluateConfig]) -> int:
@@ -28,59 +27,47 @@ def run(invocation: Invocation[EvaluateConfig]) -> int:
         return 0
     console = Console()
     comparison = compare(preset.config, console, invocation.line)
-    rows = {name_of(preset, row): row for row in comparison.results if row.n}
-    values = {name: figures(comparison, row) for name, row in rows.items()}
+    names = {row.key: f"{preset.names[row.label]} {row.budget}".rstrip() for row in comparison.results}
+    values = {names[row.key]: figures(comparison, row) for row in comparison.results if row.n}
     invocation.config.file.write_text(json.dumps(values, indent=2), encoding="utf-8")
-    if rows:
-        console.print(table(rows, values, counted(comparison, TASK)))
+    if values:
+        console.print(table(comparison, names, values))
         console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
     if preset.trained is not None and "wandb" in preset.trained.logger:
         log(comparison, Path(str(invocation.config.run)), preset.trained.recipe, preset.trained.wandb)
     for row in comparison.failed:
-        print(f"ag.evaluate: error: {name_of(preset, row)}: {row.problem}", file=sys.stderr)
+        print(f"ag.evaluate: error: {names[row.key]}: {row.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
 
 
-def name_of(preset: Preset, row: Row) -> str:
-    """Return the name of a row: ``full cache``, ``flags``, ``gates 0.5``, ``h2o 0.5``."""
-    return f"{preset.names[row.label]} {row.budget}".rstrip()
-
-
 def figures(comparison: Comparison, row: Row) -> dict[str, Any]:
-    """Return the figures of a policy in ``evaluation.json``.
-
-    ``losses`` are the NLL per token of each right response and ``tokens`` its length. ``kept`` is the kept share of the
-    prompts' (token, layer, KV head) entries, ``kv_bytes`` the bytes of all prompts, ``accuracy`` the share of questions
-    whose right answer is the likeliest, None without questions.
-    """
+    """Return the figures of a policy in ``evaluation.json``."""
     outcomes = comparison.outcomes(row)
     right = [float(outcome.tags["accuracy"]) for outcome in outcomes if "accuracy" in outcome.tags]
     return {
-        "losses": [outcome.score for outcome in outcomes],
-        "tokens": [outcome.tags["tokens"] for outcome in outcomes],
-        "kept": row.kept,
-        "kv_bytes": sum(outcome.kv_bytes for outcome in outcomes),
-        "accuracy": sum(right) / len(right) if right else None,
+        "losses": [outcome.score for outcome in outcomes],  # NLL per token of each right response
+        "tokens": [outcome.tags["tokens"] for outcome in outcomes],  # its length
+        "kept": row.kept,  # share of the prompts' (token, layer, KV head) entries
+        "kv_bytes": sum(outcome.kv_bytes for outcome in outcomes),  # of all prompts
+        "accuracy": sum(right) / len(right) if right else None,  # of questions: the right answer is the likeliest
     }
 
 
-def table(rows: dict[str, Row], values: dict[str, dict[str, Any]], title: str) -> Table:
+def table(comparison: Comparison, names: dict[str, str], values: dict[str, dict[str, Any]]) -> Table:
     """Return the printed table. Differences are paired, with their standard error."""
-    over = [f"{name} in {row.over_budget:.0f} of {row.n}" for name, row in rows.items() if row.over_budget > 0]
+    rows = [row for row in comparison.results if row.n]
+    over = [f"{names[row.key]} in {row.over_budget:.0f} of {row.n}" for row in rows if row.over_budget > 0]
     caption = f"{OVER}: {', '.join(over)} {OVER_NOTE}" if over else None
-    out = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    out.add_column("cache", overflow="fold")
-    for column in ("loss", "difference", "accuracy", "evicted", "KV bytes"):
-        out.add_column(column, justify="right", no_wrap=True)
-    for name, row in rows.items():
-        accuracy = values[name]["accuracy"]
-        paired = not math.isnan(row.difference)
+    out = printed_table(["cache"], ["loss", "difference", "accuracy", "evicted", "KV bytes"], caption)
+    out.title = counted(comparison, TASK)
+    for row in rows:
+        accuracy, kv_bytes = (values[names[row.key]][name] for name in ("accuracy", "kv_bytes"))
         out.add_row(
-            name,
+            names[row.key],
             f"{row.mean:.4f}",
-            f"{row.difference:+.4f} +- {row.difference_error:.4f}" if paired else "",
+            "" if math.isnan(row.difference) else f"{row.difference:+.4f} +- {row.difference_error:.4f}",
             "" if accuracy is None else f"{accuracy:.1%}",
             f"{1 - row.kept:.1%}",
-            f"{values[name]['kv_bytes']:,}",
+            f"{kv_bytes:,}",
         )
     return out

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import torch
 
 from ag.commands.compare import CompareConfig, Plan, stored
 from ag.commands.shared import KVDtype
@@ -17,15 +20,18 @@ from ag.config.keys import nearest
 from ag.engine import Policy, policy
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.comparison.folder import Summary, tag_values
+from ag.evaluate.comparison.folder import FinishedCell, Summary, tag_values
 from ag.evaluate.comparison.statistics import mean_and_error
-from ag.evaluate.tasks import Loaded, Outcome, Task
+from ag.evaluate.inside import KeptTokens
+from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
 from ag.evaluate.tasks.questions import QuestionTask
 from ag.gates import export
+from ag.hardware import cpu_name
 from ag.model.base import checksums
 from ag.versions import versions
 
 VERSIONS = versions("ag", "torch", "transformers")
+NOTHING = Loaded([])
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,13 @@ class Cell:
     label: str  # name of the policy in tables; see ag.config.spec.specs_by_name
     policy: Policy
     task: Task
-    model: str  # hub id or folder
 
     @property
     def name(self) -> str:
         """The name in messages."""
         return f"{self.task.name}: {self.label}" + ("" if self.policy.budget is None else f" {self.policy.budget}")
 
-    def untouched(self, samples: Sequence[Any], prefill: str) -> int:
+    def untouched(self, samples: Sequence[Sample], prefill: str) -> int:
         """Return the number of samples that the policy cannot change, because no token is read after the eviction."""
         if not self.policy.spec.evicts or prefill == "sparse":
             return 0
@@ -55,28 +60,21 @@ class Cell:
         can_ask_after = getattr(tasks.make(self.task.name), "question", None) == "after"
         option = f"task_options.{self.task.name}.question=after or " if can_ask_after else ""
         return (
-            f"task {self.name} evicts after the prompt, and answers of one token are "
-            f"predicted from its last token: as with a full cache, whatever was evicted. "
-            f"Give {option}schedule=blocks:m."
+            f"task {self.name} evicts after the prompt, and answers of one token are predicted from its last token: as "
+            f"with a full cache, whatever was evicted. Give {option}schedule=blocks:m."
         )
 
-    def summary(
+    def finished(
         self,
-        outcomes: Sequence[Outcome],
-        loaded: Loaded,
-        prefill: str,
-        conditions: Mapping[str, Any],
+        config: CompareConfig,
+        command: str,
+        loaded: Loaded = NOTHING,
+        prefill: str = "",
         problem: str | None = None,
-    ) -> Summary:
-        """Return the row of the cell.
-
-        Args:
-            outcomes: outcomes of the cell's samples.
-            loaded: the task's samples, and how many were left out.
-            prefill: see :class:`Summary`.
-            conditions: further fields of :class:`Summary`.
-            problem: why the cell failed. None: it did not fail.
-        """
+        outcomes: Sequence[Outcome] = (),
+        views: Sequence[KeptTokens] = (),
+    ) -> FinishedCell:
+        """Return the finished cell; a ``problem`` says why it failed. See :class:`Summary`."""
         mean, error = mean_and_error([outcome.score for outcome in outcomes]) if outcomes else (None, None)
         tokens = sum(outcome.tokens for outcome in outcomes)
         kept = sum(outcome.kept * outcome.tokens for outcome in outcomes) / tokens if tokens else 1.0
@@ -84,12 +82,13 @@ class Cell:
         options = {k: v for k, v in asdict(self.task).items() if k not in ("name", "root") and v is not None}
         tags = {name: [*tag_values(outcomes, name).values()] for name in ("nats", "hits", "kl", "same_top1")}
         means: dict[str, Any] = {name: mean_and_error(values)[0] if values else None for name, values in tags.items()}
-        return Summary(
+        device, failed = torch.device(config.device), problem is not None
+        summary = Summary(
             key=self.key,
             policy=repr(self.policy),
             label=self.label,
             budget=self.policy.budget,
-            kept=kept if problem is None else None,
+            kept=None if failed else kept,
             task=self.task.name,
             metric=self.task.metric,
             higher_is_better=self.task.higher_is_better,
@@ -102,37 +101,45 @@ class Cell:
             seconds=sum((outcome.seconds for outcome in outcomes), 0.0),
             kv_bytes=sum(outcome.kv_bytes for outcome in outcomes) / max(1, len(outcomes)),
             prefill=prefill,
-            model=self.model,
+            model=config.model,
             versions=VERSIONS,
             problem=problem,
             question=getattr(self.task, "question", None),
             **means,
-            floor=self.task.floor(loaded.samples) if problem is None else None,
-            over_budget=sum(outcome.over_budget for outcome in outcomes) if problem is None else None,
+            floor=None if failed else self.task.floor(loaded.samples),
+            over_budget=None if failed else sum(outcome.over_budget for outcome in outcomes),
             untouched=self.untouched(loaded.samples, prefill),
+            dtype=config.dtype,
+            quantization=config.quantization,
             prompt_mean=fmean(lengths) if lengths else None,
             prompt_min=min(lengths, default=None),
             prompt_max=max(lengths, default=None),
             task_options=json.loads(json.dumps(options, default=str)),
-            **conditions,
+            hardware=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+            threads=torch.get_num_threads(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            command=command,
         )
+        return FinishedCell(summary, [*outcomes], [*views])
 
 
 def list_cells(config: CompareConfig) -> list[Cell]:
     """Return the cells, task by task. Names and values are checked here, before a model is loaded."""
-    policies = [
-        (stored(plan.name, kv_dtype), _make_policy(plan, kv_dtype, config))
-        for kv_dtype in config.held
-        for plan in config.plans
-    ]
+    policies = [_labelled_policy(plan, kv_dtype, config) for kv_dtype in config.held for plan in config.plans]
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
     local = checksums(config.model)  # another model may be written into its folder
     common = (asdict(config.base), adapter, samples, config.max_tokens, *([local] if local else []))
     policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache shows first whether the model can do a task
     full = [] if any(not cell_policy.spec.evicts for _, cell_policy in policies) else [("full", policy("full"))]
+    names = tasks.expand(config.tasks)
+    listed = [*config.tasks, *names]
+    for option, named in (("task_options", config.task_options), ("roots", config.roots)):
+        for name in named:
+            if name not in listed:
+                raise UserError(f"{option}.{name}: tasks= does not list {name!r}{nearest(name, listed) or '.'}")
     cells: dict[str, Cell] = {}
-    for task in _tasks(config):
+    for task in (_task(name, config) for name in names):
         for label, cell_policy in (full if isinstance(task, QuestionTask) else []) + policies:
             gates = None if cell_policy.spec.path is None else export.read_info(cell_policy.spec.path)["checksum"]
             # flags are written as gates without a budget, their older name
@@ -140,7 +147,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
             settings = [*common, policy_text, gates, type(task).__name__, task.identity()]
             text = json.dumps(settings, sort_keys=True, default=str)
             key = hashlib.sha256(text.encode()).hexdigest()[:20]
-            cell = Cell(key, label, cell_policy, task, config.model)
+            cell = Cell(key, label, cell_policy, task)
             if (other := cells.setdefault(key, cell)) is not cell:
                 raise UserError(
                     f"{other.name!r} and {cell.name!r} are one cell: leave one out of policies=, budgets=, tasks=."
@@ -148,37 +155,24 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     return list(cells.values())
 
 
-def _make_policy(plan: Plan, kv_dtype: KVDtype, config: CompareConfig) -> Policy:
-    """Return the policy of a plan, with its type of keys and values."""
-    if plan.spec.path is not None:
-        _check_adapter(plan.name, plan.spec.path, config)
+def _labelled_policy(plan: Plan, kv_dtype: KVDtype, config: CompareConfig) -> tuple[str, Policy]:
+    """Return the policy of a plan with a type of keys and values, after its name in tables.
+
+    Raises:
+        UserError: the model lacks the adapter that the gates of the policy were trained with.
+    """
+    if (path := plan.spec.path) is not None and (gates_adapter := export.adapter_path(path)) is not None:
+        model_adapter = None if config.adapter is None else export.adapter_path(config.adapter)
+        merged = model_adapter is None and export.is_merged(path, config.model, config.revision)
+        if not merged and (model_adapter is None or gates_adapter.resolve() != model_adapter.resolve()):
+            raise UserError(
+                f"policy {plan.name!r}: its gates were trained with the adapter in {gates_adapter}; give "
+                f"adapter={path}, which puts it on the model of all policies, so that all policies are compared on one "
+                "model."
+            )
     options: dict[str, Any] = {} if config.positions == "original" else {"positions": config.positions}
     options |= {} if kv_dtype == "float" else {"kv_dtype": kv_dtype}
-    return policy(plan.spec, plan.budget, plan.schedule, **options | plan.options)
-
-
-def _check_adapter(label: str, path: str, config: CompareConfig) -> None:
-    """Raise ``UserError`` unless the model has the adapter that the gates of a policy were trained with."""
-    gates_adapter = export.adapter_path(path)
-    model_adapter = None if config.adapter is None else export.adapter_path(config.adapter)
-    if gates_adapter is None or (model_adapter is None and export.is_merged(path, config.model, config.revision)):
-        return
-    if model_adapter is None or gates_adapter.resolve() != model_adapter.resolve():
-        raise UserError(
-            f"policy {label!r}: its gates were trained with the adapter in {gates_adapter}; give adapter={path}, which "
-            "puts it on the model of all policies, so that all policies are compared on one model."
-        )
-
-
-def _tasks(config: CompareConfig) -> list[Task]:
-    """Return the listed tasks and all tasks of listed groups. Options of a group hold for each of its tasks."""
-    names = tasks.expand(config.tasks)
-    listed = [*config.tasks, *names]
-    for option, named in (("task_options", [*config.task_options]), ("roots", [*config.roots])):
-        for name in named:
-            if name not in listed:
-                raise UserError(f"{option}.{name}: tasks= does not list {name!r}{nearest(name, listed) or '.'}")
-    return [_task(name, config) for name in names]
+    return stored(plan.name, kv_dtype), policy(plan.spec, plan.budget, plan.schedule, **options | plan.options)
 
 
 def _task(name: str, config: CompareConfig) -> Task:

@@ -86,13 +86,14 @@ def write(comparison: Comparison) -> None:
 
 def show(comparison: Comparison, console: Console) -> None:
     """Print the table of a comparison, what was counted, and where the page is."""
-    console.print(tables.printed(comparison))
+    lines = []
     for task in comparison.tasks:
         remark = comparison.uninformative(task)
-        console.print(f"{task}: {tables.counted(comparison, task)}{remark and f'; {remark}'}", soft_wrap=True)
+        lines.append(f"{task}: {tables.counted(comparison, task)}{remark and f'; {remark}'}")
     if sentences := uncompared_results(comparison):
-        console.print(f"{NOT_COMPARED} {'; '.join(sentences)}", soft_wrap=True)
-    console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
+        lines.append(f"{NOT_COMPARED} {'; '.join(sentences)}")
+    console.print(tables.printed(comparison))
+    console.print(*lines, f"{comparison.folder / 'report.html'}", sep="\n", soft_wrap=True)
 
 
 def log(comparison: Comparison, run_folder: Path, name: str, settings: WandbConfig) -> None:
@@ -150,10 +151,10 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
             way = ", ".join(f"{name}={value}" for name, value in row.dropna().items())
             cells[key] = _renamed(cells[key], task=f"{task} ({way})")
     policies: dict[tuple[str, str], set[str]] = {}  # by name and task
-    for cell in cells.values():
-        policies.setdefault((cell.summary.name, cell.summary.task), set()).add(cell.summary.policy)
+    for summary, *_ in cells.values():
+        policies.setdefault((summary.name, summary.task), set()).add(summary.policy)
     ambiguous = {name for (name, _), meant in policies.items() if len(meant) > 1}
-    labels = {cell.summary.label for cell in cells.values() if cell.summary.name in ambiguous}
+    labels = {summary.label for summary, *_ in cells.values() if summary.name in ambiguous}
     unique: dict[tuple[str, str], FinishedCell] = {}
     for key, cell in cells.items():
         if cell.summary.label in labels:

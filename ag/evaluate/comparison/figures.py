@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import io
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
-from pandas import DataFrame, Series
+from pandas import DataFrame
 from pandas.api.types import is_integer_dtype
 
 from ag.evaluate.comparison.folder import tag_values
@@ -61,23 +59,17 @@ class Look(NamedTuple):
 class Chart:
     """Points over kept shares, positions in tokens, or numbered parts.
 
-    Attributes:
-        title: the task, and its number of samples.
-        x_label: what ``x`` is.
-        y_label: what ``y`` is.
-        points: columns ``label`` (policy), ``name`` (in the legend, with the kept shares), ``x``, ``y``, ``low`` and
-            ``high`` (ends of the interval or of the standard error), ``text``, and ``level`` (whether a single point is
-            drawn as a level through the chart: the full cache).
-        looks: the look of each policy; gates are drawn last.
-        zero: label of the policy that is subtracted, drawn at 0. Empty: nothing was subtracted.
+    The columns of ``points`` are ``label`` (policy), ``name`` (in the legend, with the kept shares), ``x``, ``y``,
+    ``low`` and ``high`` (ends of the interval or of the standard error), ``text``, and ``level`` (whether a single
+    point is drawn as a level through the chart: the full cache).
     """
 
-    title: str
+    title: str  # the task, and its number of samples
     x_label: str
     y_label: str
     points: DataFrame
-    looks: dict[str, Look]
-    zero: str = ""
+    looks: dict[str, Look]  # of each policy; gates are drawn last
+    zero: str = ""  # label of the policy that is subtracted, drawn at 0; empty: nothing was subtracted
 
 
 @matplotlib.rc_context(STYLE)
@@ -107,12 +99,12 @@ def all_charts(comparison: Comparison) -> dict[str, list[Chart]]:
 
 def looks(comparison: Comparison) -> dict[str, Look]:
     """Return the look of each policy, by label."""
-    counts, by_label = Counter[bool](), {}
-    for label, gated in comparison.rows.drop_duplicates("label")[["label", "gated"]].itertuples(index=False):
-        number = counts[gated]
-        counts[gated] += 1
-        by_label[label] = Look("gates" if gated else COLOURS[number % len(COLOURS)], [*MARKERS][number % len(MARKERS)])
-    return by_label
+    policies = comparison.rows.drop_duplicates("label")
+    numbers = policies.groupby("gated").cumcount()  # within gates, and within other policies
+    return {
+        label: Look("gates" if gated else COLOURS[number % len(COLOURS)], [*MARKERS][number % len(MARKERS)])
+        for label, gated, number in zip(policies.label, policies.gated, numbers, strict=True)
+    }
 
 
 def lead_charts(comparison: Comparison) -> list[Chart]:
@@ -124,56 +116,46 @@ def lead_charts(comparison: Comparison) -> list[Chart]:
     rows, charts = comparison.rows, []
     asks_after = (rows.question == "after") & rows.nats.notna()
     continues = rows.question.isna() & (rows.metric == "nats per token")
-    for subject, chosen, tag in (("question after eviction", asks_after, "nats"), ("continuation", continues, "")):
+    for subject, chosen, tag in (("question after eviction", asks_after, "nats"), ("continuation", continues, "mean")):
         shares = rows[chosen & rows.evicts & (rows.n > 0)].groupby("task", sort=False).kept.nunique()
         tasks = [task for task in shares.index[shares >= MIN_SHARES] if not comparison.uninformative(task)]
         for task in tasks[:1]:
             full = rows[(rows.task == task) & (rows.label == comparison.baseline) & ~rows.evicts]
-            name, title = "nats_difference" if tag else "difference", f"{subject}: {task}"
-            if full.empty:
-                charts.append(_by_memory(comparison, task, title, "nats", *_errors(rows, tag)))
-            else:
-                y, low, high = (rows[name + end] for end in ("", "_low", "_high"))
-                label, zero = "nats over the full cache", comparison.baseline
-                charts.append(_by_memory(comparison, task, title, label, y, low, high, zero))
+            label, zero = ("nats", "") if full.empty else ("nats over the full cache", comparison.baseline)
+            charts.append(_by_memory(comparison, task, f"{subject}: {task}", label, tag, zero))
     return charts
 
 
-def quality_charts(comparison: Comparison, task: str, tag: str = "") -> list[Chart]:
+def quality_charts(comparison: Comparison, task: str, tag: str = "mean") -> list[Chart]:
     """Return the metric of a task, or the nats of its right answers, by kept share, with standard errors."""
     row = comparison.of_task(task)[0]
-    which = "higher" if row.higher_is_better and not tag else "lower"
-    label = f"{'nats per token' if tag else row.metric} ({which} is better)"
-    title = f"{task}: nats of the right answer" if tag else task
-    chart = _by_memory(comparison, task, title, label, *_errors(comparison.rows, tag))
+    title, name, higher = task, row.metric, row.higher_is_better
+    if tag == "nats":
+        title, name, higher = f"{task}: nats of the right answer", "nats per token", False
+    label = f"{name} ({'higher' if higher else 'lower'} is better)"
+    chart = _by_memory(comparison, task, title, label, tag)
     return [] if chart.points.empty else [chart]
 
 
-def _errors(rows: DataFrame, tag: str) -> tuple[Series, Series, Series]:
-    """Return means, and the ends of their standard errors; a single sample has none."""
-    mean, error = (rows.nats, rows.nats_error) if tag else (rows["mean"], rows.error)
-    return mean, mean - error.fillna(0), mean + error.fillna(0)
+def _by_memory(comparison: Comparison, task: str, title: str, label: str, tag: str, zero: str = "") -> Chart:
+    """Return a chart of a column (``mean``, ``nats``) by kept share; by bytes if these were stored in several types.
 
-
-def _by_memory(
-    comparison: Comparison, task: str, title: str, label: str, y: Series, low: Series, high: Series, zero: str = ""
-) -> Chart:
-    """Return a chart by kept share; if keys and values were stored in several types, by their bytes."""
-    rows = comparison.rows
-    rows = rows[(rows.task == task) & (rows.n > 0)]
+    If ``zero`` names a policy, it shows differences to this, with their intervals.
+    """
+    rows = comparison.rows[(comparison.rows.task == task) & (comparison.rows.n > 0)]
     in_bytes = rows[~rows.evicts].kv_bytes.nunique() > 1
+    if zero:
+        column = "nats_difference" if tag == "nats" else "difference"
+        y, low, high = rows[column], rows[f"{column}_low"], rows[f"{column}_high"]
+    else:
+        error = (rows.nats_error if tag == "nats" else rows.error).fillna(0)  # a single sample has none
+        y, low, high = rows[tag], rows[tag] - error, rows[tag] + error
     shares = rows.sort_values("kept").groupby("label").kept.agg(kept_shares_text)
-    points = rows[["label"]].assign(
-        name=[f"{shorten(name)} ({shares[name]})" for name in rows.label],
-        x=rows.memory if in_bytes else rows.kept,
-        y=y[rows.index],  # an empty frame would take all
-        low=low[rows.index],
-        high=high[rows.index],
-        level=~rows.evicts,
-    )
-    sign = "+.4f" if zero else ".4f"
+    names = [f"{shorten(name)} ({shares[name]})" for name in rows.label]
+    x, sign = rows.memory if in_bytes else rows.kept, "+" if zero else ""
+    points = rows[["label"]].assign(name=names, x=x, y=y, low=low, high=high, level=~rows.evicts)
     points["text"] = [
-        f"{row.name}: {point.y:{sign}} [{point.low:{sign}}, {point.high:{sign}}] at {percent(row.kept)} kept"
+        f"{row.name}: {point.y:{sign}.4f} [{point.low:{sign}.4f}, {point.high:{sign}.4f}] at {percent(row.kept)} kept"
         for row, point in zip(rows.itertuples(index=False), points.itertuples(index=False), strict=True)
     ]
     title = f"{title}, {rows.n.max()} samples"
@@ -196,10 +178,8 @@ def charts_by_part(comparison: Comparison, task: str, kind: str) -> list[Chart]:
             means = part_means(comparison, row, base, kind)
             if (compared and base is None) or not is_integer_dtype(means.index):
                 continue
-            name = f"{row.name} ({percent(row.kept)})"
-            sign = ".3f" if base is None else "+.3f"
-            for x, (y, error) in means.iterrows():
-                error = np.nan_to_num(error)
+            name, sign = f"{row.name} ({percent(row.kept)})", ".3f" if base is None else "+.3f"
+            for x, (y, error) in means.fillna({"error": 0}).iterrows():
                 text = f"{name}: {y:{sign}} {'from' if kind == POSITION else kind} {x:,}"
                 points.append((row.label, shorten(name), x, y, y - error, y + error, False, text))
         if points:
@@ -260,10 +240,8 @@ def draw(axes: Axes, chart: Chart) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     share = PercentFormatter(1, decimals=0, symbol=" %")
     axes.xaxis.set_major_formatter(share if chart.x_label in (KEPT, MEMORY) else StrMethodFormatter("{x:,.0f}"))
-    axes.set_xlabel(chart.x_label)
-    axes.set_ylabel(chart.y_label)
     axes.grid(axis="y")
-    axes.set_axisbelow(True)
+    axes.set(xlabel=chart.x_label, ylabel=chart.y_label, axisbelow=True)
 
 
 def depths(comparison: Comparison, rows: Sequence[Row]) -> Figure:

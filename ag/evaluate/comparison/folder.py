@@ -30,6 +30,7 @@ from ag.files import locked, replacing
 log = logging.getLogger(__name__)
 
 ROWS = "results.jsonl"
+SKIPPED = "%s: line %d is skipped, and its cell runs again unless a later line has it: %s"
 T = TypeVar("T")
 
 
@@ -103,32 +104,31 @@ class Folder:
 
     def read(self) -> dict[str, FinishedCell]:
         """Return the finished cells by key. Damaged cells are left out, with a warning."""
-        path = self.path / ROWS
-        summaries: dict[str, tuple[int, Summary]] = {}
+        path, summaries = self.path / ROWS, dict[str, tuple[int, Summary]]()
         for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else [], 1):
             if line:
                 try:
                     summary = parse(SUMMARY, line)
                     summaries[summary.key] = number, summary
                 except ValueError as error:
-                    self._skip(number, error)
+                    log.warning(SKIPPED, path, number, error)
         finished = {}
         for key, (number, summary) in summaries.items():
             try:
                 finished[key] = FinishedCell(summary, self._outcomes(summary), self._views(key))
             except (OSError, ValueError) as error:
-                self._skip(number, error)
+                log.warning(SKIPPED, path, number, error)
         return finished
 
     def append(self, cell: FinishedCell) -> None:
         """Write a finished cell. After a crash the folder has it completely or not at all."""
-        summary, outcomes, views = cell
-        samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
-        shown = json.dumps([view.to_json() for view in views])
-        for part, ending, text in (("samples", "jsonl", samples), ("views", "json", shown)):
-            with replacing(self._path_of(part, summary.key, ending)) as new:
+        key = cell.summary.key
+        samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in cell.outcomes)
+        views = json.dumps([view.to_json() for view in cell.views])
+        for name, text in ((f"samples/{key}.jsonl", samples), (f"views/{key}.json", views)):
+            with replacing(self.path / name) as new:
                 new.write_text(text, encoding="utf-8")
-        line = json.dumps(asdict(summary), allow_nan=False).encode() + b"\n"
+        line = json.dumps(asdict(cell.summary), allow_nan=False).encode() + b"\n"
         with (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             if file.read(1) not in (b"", b"\n"):  # a process died while it wrote
@@ -138,20 +138,12 @@ class Folder:
             os.fsync(file.fileno())
 
     def writing(self) -> AbstractContextManager[None]:
-        """Lock the folder for this process.
-
-        Raises:
-            UserError: another process writes into it.
-        """
+        """Lock the folder for this process; raises ``UserError`` if another process writes into it."""
         refusal = (
             f"output={self.path}: another process writes there: wait for it, or give another folder; "
             "cluster=local runs several cells at once."
         )
         return locked(self.path, refusal)
-
-    def _skip(self, number: int, error: Exception) -> None:
-        message = "%s: line %d is skipped, and its cell runs again unless a later line has it: %s"
-        log.warning(message, self.path / ROWS, number, error)
 
     def _outcomes(self, summary: Summary) -> list[Outcome]:
         """Return the outcomes of a cell's samples.
@@ -160,9 +152,11 @@ class Folder:
             ValueError: a line cannot be read, or there are more or fewer lines than samples.
             OSError: the file cannot be read.
         """
+        if not summary.key.isalnum():  # it comes from a file, and must not lead out of the folder
+            raise ValueError(f"key={summary.key!r:.80}")
         if summary.problem is not None:
             return []
-        path = self._path_of("samples", summary.key, "jsonl")
+        path = self.path / "samples" / f"{summary.key}.jsonl"
         outcomes = [parse(OUTCOME, line) for line in path.read_bytes().splitlines()]
         if summary.mean is None or summary.kept is None or not len(outcomes) == summary.n > 0:
             raise ValueError(
@@ -173,15 +167,10 @@ class Folder:
     def _views(self, key: str) -> list[KeptTokens]:
         """Return the recorded prompts of a cell; empty if they were not recorded or cannot be read."""
         try:
-            text = self._path_of("views", key, "json").read_text(encoding="utf-8")
+            text = (self.path / "views" / f"{key}.json").read_text(encoding="utf-8")
             return [KeptTokens.from_json(view) for view in json.loads(text)]
         except (OSError, ValueError, TypeError, KeyError):
             return []
-
-    def _path_of(self, part: str, key: str, ending: str) -> Path:
-        if not key.isalnum():  # it comes from a file, and must not lead out of the folder
-            raise ValueError(f"key={key!r:.80}")
-        return self.path / part / f"{key}.{ending}"
 
 
 STRICT = with_config(ConfigDict(strict=True, allow_inf_nan=False))
@@ -197,10 +186,8 @@ def parse(adapter: TypeAdapter[T], line: str | bytes) -> T:
     try:
         return adapter.validate_json(line)
     except ValidationError as error:
-        messages = [
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ") for problem in error.errors()
-        ]
-        raise ValueError("; ".join(messages)[:300]) from None
+        problems = [(".".join(map(str, problem["loc"])), problem["msg"]) for problem in error.errors()]
+        raise ValueError("; ".join(": ".join(filter(None, texts)) for texts in problems)[:300]) from None
 
 
 def tag_values(outcomes: Sequence[Outcome], tag: str = "") -> dict[str, float]:

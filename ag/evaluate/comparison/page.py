@@ -14,7 +14,7 @@ from pandas import DataFrame
 
 from ag.evaluate.comparison import figures, tables
 from ag.evaluate.comparison.figures import FILES, MARKERS, Chart
-from ag.evaluate.comparison.rows import NOT_COMPARED, Comparison, uncompared_results
+from ag.evaluate.comparison.rows import Comparison, uncompared_results
 from ag.evaluate.comparison.verdict import find_verdicts, headlines
 
 
@@ -26,21 +26,18 @@ def render(comparison: Comparison, charts: dict[str, list[Chart]]) -> str:
     """
     verdicts = find_verdicts(comparison)
     first_verdicts = headlines(verdicts)
-    sentences = uncompared_results(comparison)
     environment = Environment(loader=FileSystemLoader(FILES), autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"table": _html, "svg": figures.svg}
-    script = (FILES / "page.js").read_text(encoding="utf-8")
+    style, script = ((FILES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     shares = comparison.rows[comparison.rows.n > 0].sort_values("kept").groupby("label").kept
     return environment.get_template("page.html").render(
-        style=Markup((FILES / "page.css").read_text(encoding="utf-8")),  # nosec B704  # a file of this package
+        comparison=comparison,
+        tables=tables,
+        style=Markup(style),  # nosec B704  # a file of this package
         script=Markup(script),  # nosec B704  # a file of this package
         policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'",
         data=embedded(viewer(comparison)),
-        title=tables.title(comparison),
-        subtitle=tables.subtitle(comparison),
-        hidden=comparison.hidden,
-        long=len(comparison.rows) > 1000,
         verdicts=first_verdicts,
         more_verdicts=[verdict for verdict in verdicts if verdict not in first_verdicts],
         legend=[
@@ -50,13 +47,7 @@ def render(comparison: Comparison, charts: dict[str, list[Chart]]) -> str:
         ],
         lead=charts.get("lead", []),
         charts=[chart for name, drawn in charts.items() if name != "lead" for chart in drawn],
-        leaders=tables.LEADERS,
-        leaderboard=tables.leaderboard(comparison),
-        meanings=tables.meanings(comparison),
-        sections=tables.sections(comparison),
-        notes=tables.NOTES,
-        not_compared=f"{NOT_COMPARED} {'; '.join(sentences)}." if sentences else "",
-        measured=tables.measured(comparison),
+        not_compared=uncompared_results(comparison),
     )
 
 
@@ -74,11 +65,10 @@ def viewer(comparison: Comparison) -> dict[str, Any]:
     prompts: dict[tuple[str, str, int], dict[str, Any]] = {}
     for row in comparison.results:
         for view in comparison.cells[row.key].views:
-            tokens = len(view.token_texts)
-            name = f"{row.task}: {view.sample} ({tokens} tokens)"
-            empty = {"name": name, "pieces": view.token_texts, "policies": []}
-            prompt = prompts.setdefault((row.task, view.sample, tokens), empty)
-            prompt["policies"].append({"name": row.name, "evicts": row.evicts, "kept": view.to_json()["kept"]})
+            place = row.task, view.sample, len(view.token_texts)
+            empty = {"name": "{}: {} ({} tokens)".format(*place), "pieces": view.token_texts, "policies": []}
+            policies = prompts.setdefault(place, empty)["policies"]
+            policies.append({"name": row.name, "evicts": row.evicts, "kept": view.to_json()["kept"]})
     return {"prompts": list(prompts.values())}
 
 

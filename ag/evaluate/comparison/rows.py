@@ -6,18 +6,16 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pandas import DataFrame
 
 from ag.config.spec import PolicySpec
 from ag.errors import UserError
 from ag.evaluate.comparison.folder import FinishedCell, Summary, tag_values
-from ag.evaluate.comparison.statistics import Paired, compare, mean_and_error
+from ag.evaluate.comparison.statistics import Paired, Vector, compare, mean_and_error
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import POSITION
 
@@ -29,25 +27,20 @@ NOT_COMPARED = "Not compared with each other, because their kept shares differ:"
 KINDS: dict[Any, type] = {"float": float, "float | None": float, "int | None": float, "int": int, "bool": bool}
 TYPES = {field.name: KINDS[field.type] for field in fields(Summary) if field.type in KINDS}
 TYPES |= {"evicts": bool, "gated": bool, "tokens": int, "prompt_kept": float, "nats_error": float}
-PAIRED = ("error", "low", "high", "p")  # fields of a paired difference, beside the difference itself
 
 
 class Comparison:
     """The results of a comparison.
 
-    Attributes:
-        rows: a row for each cell, in order. The columns are the fields of :class:`Summary`, with the budget as text
-            ("1" is a token, "1.0" the whole prompt, empty without a budget), and: ``name`` (policy and budget);
-            ``evicts`` and ``gated``; ``prompt_kept``, the kept share as a mean over prompts; ``tokens`` of all prompts;
-            ``memory``, the bytes as a share of the full cache's; ``nats_error``; and the paired difference to the
-            baseline, ``difference`` of scores and ``nats_difference`` of nats, with ``..._error``, ``..._low``,
-            ``..._high`` (95 % interval) and ``..._p``.
-        cells: the finished cells by key.
-        folder: where tables, figures and page are written.
-        baseline: label of the policy that all policies are paired with.
-        mine: label of the policy that every verdict names.
-        data: where the samples came from.
-        hidden: names of cells in the folder that only earlier commands list.
+    ``rows`` has a row for each cell, in order. The columns are the fields of :class:`Summary`, with the budget as text
+    ("1" is a token, "1.0" the whole prompt, empty without a budget), and: ``name`` (policy and budget); ``evicts`` and
+    ``gated``; ``prompt_kept``, the kept share as a mean over prompts; ``tokens`` of all prompts; ``memory``, the bytes
+    as a share of the full cache's; ``nats_error``; and the paired difference to the baseline, ``difference`` of scores
+    and ``nats_difference`` of nats, with ``..._error``, ``..._low``, ``..._high`` (95 % interval) and ``..._p``.
+
+    All policies are paired with the ``baseline``, a label, and every verdict names ``mine``, a label; None: the last
+    one. ``data`` says where the samples came from, and ``hidden`` names the cells in the folder that only earlier
+    commands list.
     """
 
     def __init__(
@@ -69,26 +62,10 @@ class Comparison:
         unpaired = list(rows.itertuples(index=False))
         self._baselines = {(row.task, row.budget): row for row in reversed(unpaired) if row.label == baseline}
         self.rows = rows.join(DataFrame([self._differences(row) for row in unpaired], dtype=float))
-
-    @cached_property
-    def results(self) -> list[Row]:
-        """The rows one by one."""
-        return list(self.rows.itertuples(index=False))
-
-    @property
-    def failed(self) -> list[Row]:
-        """The cells without a result."""
-        return [row for row in self.results if row.problem is not None]
-
-    @property
-    def tasks(self) -> list[str]:
-        """The tasks, in their order."""
-        return list(self.rows.task.unique())
-
-    @property
-    def budgets(self) -> list[str]:
-        """The budgets as text, in their order."""
-        return [budget for budget in self.rows.budget.unique() if budget]
+        self.results: list[Row] = list(self.rows.itertuples(index=False))
+        self.failed = [row for row in self.results if row.problem is not None]  # without a result
+        self.tasks: list[str] = list(rows.task.unique())
+        self.budgets = [budget for budget in rows.budget.unique() if budget]  # as text
 
     def of_task(self, task: str) -> list[Row]:
         """Return the rows of a task."""
@@ -111,7 +88,12 @@ class Comparison:
         """Compare the scores of two rows by sample, or a tag such as ``nats``. None: they share no sample."""
         key = row.key, other.key, tag
         if key not in self._pairs:
-            self._pairs[key] = paired_difference(self.outcomes(row), self.outcomes(other), tag)
+            pair = self.outcomes(row), self.outcomes(other)
+            scores, other_scores = (tag_values(outcomes, tag) for outcomes in pair)
+            common = [sample for sample in scores if sample in other_scores]
+            blocks = None if tag else _block_differences(*pair)
+            mine, others = ([each[sample] for sample in common] for each in (scores, other_scores))
+            self._pairs[key] = compare(mine, others, blocks) if common else None
         return self._pairs[key]
 
     def baseline_of(self, row: Row) -> Row | None:
@@ -140,7 +122,7 @@ class Comparison:
         for tag, name in (("", "difference"), ("nats", "nats_difference")):
             paired = None if base is None else self.paired(row, base, tag)
             columns[name] = math.nan if paired is None else paired.difference
-            columns |= {f"{name}_{field}": getattr(paired, field, None) for field in PAIRED}
+            columns |= {f"{name}_{field}": getattr(paired, field, None) for field in ("error", "low", "high", "p")}
         return columns
 
 
@@ -148,7 +130,11 @@ def _row(cell: FinishedCell) -> dict[str, Any]:
     """Return the columns of a cell that need no other cell."""
     summary, outcomes, _ = cell
     [policy] = ast.parse(summary.policy, mode="eval").body.args[:1]  # type: ignore[attr-defined]
-    spec, nats = policy_spec(ast.literal_eval(policy)), list(tag_values(outcomes, "nats").values())
+    text, nats = ast.literal_eval(policy), list(tag_values(outcomes, "nats").values())
+    try:
+        spec = PolicySpec.parse(text)
+    except UserError:  # of a plugin that is not loaded: a policy that evicts and reads no gates
+        spec = PolicySpec(text)
     return asdict(summary) | {
         "budget": "" if summary.budget is None else str(summary.budget),
         "name": summary.name,
@@ -161,30 +147,11 @@ def _row(cell: FinishedCell) -> dict[str, Any]:
     }
 
 
-def policy_spec(text: str) -> PolicySpec:
-    """Return the parts of a policy; of a plugin that is not loaded, a policy that evicts and reads no gates."""
-    try:
-        return PolicySpec.parse(text)
-    except UserError:
-        return PolicySpec(text)
-
-
-def paired_difference(outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome], tag: str = "") -> Paired | None:
-    """Compare the scores of two lists of outcomes, or a tag (``nats``). None: they share no sample."""
-    scores, other_scores = tag_values(outcomes, tag), tag_values(other_outcomes, tag)
-    common = [sample for sample in scores if sample in other_scores]
-    if not common:
-        return None
-    blocks = None if tag else _block_differences(outcomes, other_outcomes)
-    return compare([scores[sample] for sample in common], [other_scores[sample] for sample in common], blocks)
-
-
 def _block_differences(
     outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome]
-) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]] | None:
+) -> list[tuple[Vector, Vector]] | None:
     """Return the differences of blocks and their tokens for each sample of both lists. None: there are no blocks."""
-    others_by_sample = {outcome.sample: outcome for outcome in other_outcomes}
-    blocks = []
+    others_by_sample, blocks = {outcome.sample: outcome for outcome in other_outcomes}, []
     for outcome in outcomes:
         if outcome.sample in others_by_sample:
             pair = outcome, others_by_sample[outcome.sample]
@@ -197,27 +164,27 @@ def _block_differences(
 
 
 def part_values(outcomes: Sequence[Outcome], kind: str, measure: str = "nats") -> DataFrame:
-    """Return a measure of the parts of each sample, ``[samples, parts]``.
-
-    Args:
-        outcomes: outcomes of one row.
-        kind: kind of the parts (``turn``), or :data:`POSITION`.
-        measure: ``nats``, or ``score``, which blocks of a text do not have.
-    """
+    """Return a measure of the parts of each sample, ``[samples, parts]``; ``score`` is one that blocks do not have."""
     values = {outcome.sample: outcome.parts.get(kind, {}).get(measure, {}) for outcome in outcomes}
     frame = DataFrame.from_dict(values, orient="index")
     numbered = all(str(name).isdigit() for name in frame.columns)
     return frame.rename(columns=int)[sorted(map(int, frame.columns))] if numbered else frame
 
 
-def at_budget(rows: Sequence[Row], budget: str) -> list[Row]:
-    """Return the rows of a task that evict and may be compared at a budget.
+def at_budget(rows: Sequence[Row], budget: str) -> tuple[list[Row], list[tuple[Row, Row]]]:
+    """Return the rows of a task that evict and may be compared at a budget; and further rows, with the reference.
 
-    The smallest kept share at this budget is the reference, since a policy may protect more than the budget. A policy
+    The reference has the smallest kept share at this budget, since a policy may protect more than the budget. A policy
     without a budget (flags) takes part if its kept share is equal. An empty budget selects all policies without one.
     """
-    evicting, lowest = _evicting(rows, budget)
-    return [row for row in evicting if not budget or (lowest is not None and same_kept_share(row, lowest))]
+    evicting = [row for row in rows if row.n and row.evicts and row.budget in ("", budget)]
+    at = [row for row in evicting if row.budget == budget]
+    if not (budget and at):
+        return [] if budget else evicting, []
+    lowest = min(at, key=lambda row: (row.kept, row.prompt_kept))
+    alike = {row.key for row in evicting if same_kept_share(row, lowest)}
+    others = [(row, lowest) for row in evicting if row.key not in alike]
+    return [row for row in evicting if row.key in alike], others
 
 
 def uncompared_results(comparison: Comparison) -> list[str]:
@@ -226,11 +193,15 @@ def uncompared_results(comparison: Comparison) -> list[str]:
     for task in comparison.tasks:
         rows = comparison.of_task(task)
         for budget in comparison.budgets:
-            evicting, lowest = _evicting(rows, budget)
-            pairs += [(row, lowest) for row in evicting if lowest is not None and not same_kept_share(row, lowest)]
+            pairs += at_budget(rows, budget)[1]
         bases = [(row, comparison.baseline_at(row)) for row in rows]
         pairs += [(row, base) for row, base in bases if base is not None and not comparable(row, base)]
-    return list(dict.fromkeys(f"{row.task}: {_difference_text(row, other)}" for row, other in pairs))
+    sentences = []
+    for row, other in pairs:
+        which, of = ("prompt_kept", " of a prompt on average") if shares_agree(row.kept, other.kept) else ("kept", "")
+        shares = [100 * getattr(each, which) for each in (row, other)]
+        sentences.append(f"{row.task}: {row.name} keeps {shares[0]:.1f} %{of}, {other.name} {shares[1]:.1f} %")
+    return list(dict.fromkeys(sentences))
 
 
 def comparable(row: Row, other: Row) -> bool:
@@ -241,10 +212,9 @@ def comparable(row: Row, other: Row) -> bool:
 def same_kept_share(row: Row, other: Row) -> bool:
     """Whether two rows have equal kept shares, both over all tokens and as a mean over prompts.
 
-    The two shares differ if prompts differ in length: a budget in tokens is a large share of a short prompt and a
-    small share of a long prompt, while flags keep about equal shares of both. Memory is a mean over tokens, the score
-    a mean over prompts. If the model writes the texts, their lengths differ between policies. Then equal numbers of
-    cached tokens suffice.
+    These differ if prompts differ in length: a budget in tokens is a large share of a short prompt and a small share of
+    a long one, flags keep about equal shares of both. Memory is a mean over tokens, the score a mean over prompts. If
+    the model writes the texts, whose lengths differ between policies, equal numbers of cached tokens suffice.
     """
     if shares_agree(row.kept, other.kept) and shares_agree(row.prompt_kept, other.prompt_kept):
         return True
@@ -262,17 +232,3 @@ def shares_agree(share: float, other: float) -> bool:
 def percent(share: float) -> str:
     """Return a share as text: ``25 %``, and with a decimal below ten."""
     return f"{100 * share:.{0 if share >= 0.0995 else 1}f} %"
-
-
-def _evicting(rows: Sequence[Row], budget: str) -> tuple[list[Row], Row | None]:
-    """Return the rows that evict, at a budget or without one, and the smallest kept share's row at the budget."""
-    evicting = [row for row in rows if row.n and row.evicts and row.budget in ("", budget)]
-    at = [row for row in evicting if row.budget == budget]
-    return evicting, min(at, key=lambda row: (row.kept, row.prompt_kept), default=None)
-
-
-def _difference_text(row: Row, other: Row) -> str:
-    """Return a sentence on the different shares of two rows."""
-    which, of = ("prompt_kept", " of a prompt on average") if shares_agree(row.kept, other.kept) else ("kept", "")
-    shares = [100 * getattr(one, which) for one in (row, other)]
-    return f"{row.name} keeps {shares[0]:.1f} %{of}, {other.name} {shares[1]:.1f} %"

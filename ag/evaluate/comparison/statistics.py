@@ -46,13 +46,10 @@ def mean_and_error(scores: Sequence[float] | Vector) -> tuple[float, float | Non
 def compare(
     scores: Sequence[float], other_scores: Sequence[float], parts: Sequence[tuple[Vector, Vector]] | None = None
 ) -> Paired:
-    """Compare two lists of scores, sample by sample.
+    """Compare two lists of scores, of equal samples in equal order.
 
-    Args:
-        scores: scores of one policy.
-        other_scores: scores of the second policy, of equal samples in equal order.
-        parts: for each sample the differences of its parts (blocks of a book) and their weights;
-            :func:`bootstrap_parts` takes the interval from them. None: samples have no parts.
+    The interval is of the differences, or of the ``parts`` of each sample (blocks of a book), their differences and
+    weights; see :func:`bootstrap_parts`.
     """
     differences = np.subtract(np.asarray(scores, np.float64), np.asarray(other_scores, np.float64))
     if len(scores) != len(other_scores) or not len(differences):
@@ -70,23 +67,20 @@ def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:
 def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95) -> tuple[float, float]:
     """Return the percentile interval of the mean over samples of their parts' weighted means.
 
-    Each of 10,000 resamples draws samples with replacement, then parts within each sample. Parts of one sample
-    depend on each other: the number of samples sets the width of the interval.
-
-    Args:
-        parts: for each sample the differences ``[k]`` and weights ``[k]`` of its parts.
-        level: confidence level of the interval.
+    Each of 10,000 resamples draws samples with replacement, then parts within each sample. Parts of one sample depend
+    on each other: the number of samples sets the width of the interval. ``parts`` are the differences ``[k]`` and
+    weights ``[k]`` of the parts of each sample.
     """
     n, counts = len(parts), np.array([len(values) for values, _ in parts])
+    most = int(counts.max())
     values, weights = (
-        np.stack([np.pad(pair[which], (0, counts.max() - len(pair[which]))) for pair in parts]) for which in (0, 1)
+        np.stack([np.pad(pair[which], (0, most - len(pair[which]))) for pair in parts]) for which in (0, 1)
     )
-    generator = np.random.default_rng(SEED)
-    means = []
-    for rows in _chunks(n * int(counts.max())):
+    generator, means = np.random.default_rng(SEED), []
+    for rows in _chunks(n * most):
         sampled = generator.integers(0, n, (rows, n))[..., None]
-        inside = (generator.random((rows, n, int(counts.max()))) * counts[sampled]).astype(np.int64)
-        weight = weights[sampled, inside] * (np.arange(counts.max()) < counts[sampled])
+        inside = (generator.random((rows, n, most)) * counts[sampled]).astype(np.int64)
+        weight = weights[sampled, inside] * (np.arange(most) < counts[sampled])
         means.append(((values[sampled, inside] * weight).sum(-1) / weight.sum(-1)).mean(-1))
     return _interval(means, level)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -57,10 +58,9 @@ class Section(NamedTuple):
 
 def write(comparison: Comparison) -> None:
     """Write ``table.csv`` (all rows, in numbers), ``table.tex`` (the leaderboard) and ``table.md`` (all tables)."""
-    folder = comparison.folder
-    comparison.rows.to_csv(folder / "table.csv", index=False)
-    leaderboard(comparison).to_latex(folder / "table.tex", index=False, escape=True)
-    (folder / "table.md").write_text(markdown(comparison), encoding="utf-8")
+    comparison.rows.to_csv(comparison.folder / "table.csv", index=False)
+    leaderboard(comparison).to_latex(comparison.folder / "table.tex", index=False, escape=True)
+    (comparison.folder / "table.md").write_text(markdown(comparison), encoding="utf-8")
 
 
 def markdown(comparison: Comparison) -> str:
@@ -78,8 +78,9 @@ def markdown(comparison: Comparison) -> str:
     if sentences := uncompared_results(comparison):
         parts += [f"{NOT_COMPARED}\n", *(f"- {sentence}" for sentence in sentences), ""]
     parts.append("## How it was measured\n")
-    for name, text in measured(comparison):
-        parts.append(f"- {name}: `{text}`" if name == "command" else f"- {name}: {text}")
+    parts += [
+        f"- {name}: `{text}`" if name == "command" else f"- {name}: {text}" for name, text in measured(comparison)
+    ]
     return "\n".join([*parts, ""])
 
 
@@ -92,28 +93,38 @@ def title(comparison: Comparison) -> str:
 
 def subtitle(comparison: Comparison) -> str:
     """Return the days of the rows, and the data."""
-    days = sorted({date[:10] for date in comparison.rows.date if date is not None})
-    return f"{' to '.join(dict.fromkeys([*days[:1], *days[-1:]])) or f'date {UNKNOWN}'}; data: {comparison.data}"
+    days = _period(date[:10] for date in comparison.rows.date if date is not None)
+    return f"{days or f'date {UNKNOWN}'}; data: {comparison.data}"
+
+
+def _period(dates: Iterable[str]) -> str:
+    """Return the first and the last date; empty without dates."""
+    ordered = sorted(dates)
+    return " to ".join(dict.fromkeys([*ordered[:1], *ordered[-1:]]))
 
 
 def printed(comparison: Comparison) -> Printed:
     """Return the table that the command prints."""
     over = (comparison.rows.over_budget > 0).any()
-    caption = f"* {OVER}: there are {OVER_NOTE}" if over else None
-    table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption)
-    for column in ("task", "policy"):
-        table.add_column(column, overflow="fold")
     against = f"against {comparison.baseline}"
     columns = ["kept", "score", against, "p", *(["nats"] if comparison.rows.nats.notna().any() else [])]
-    for column in columns:
-        table.add_column(column.replace("against", "to"), justify="right", no_wrap=True)
+    heads = [column.replace("against", "to") for column in columns]
+    table = printed_table(["task", "policy"], heads, f"* {OVER}: there are {OVER_NOTE}" if over else None)
     for row in comparison.results:
-        texts = _texts(row, comparison.baseline) | {"score": _score(row).rstrip(":")}
+        texts = _texts(row, comparison.baseline)
         # little room: table.md has errors and intervals, and the command prints why a cell failed
-        cells = [texts[column] if column == "p" else texts[column].partition(" ± ")[0] for column in columns]
-        cells = [cell.partition(" [")[0].partition(":")[0] for cell in cells]
-        cells[0] = "*" * (row.over_budget > 0) + cells[0]
-        table.add_row(row.task, row.name, *cells)
+        cells = [texts[column] if column == "p" else re.split(" ± | \\[|:", texts[column])[0] for column in columns]
+        table.add_row(row.task, row.name, "*" * (row.over_budget > 0) + cells[0], *cells[1:])
+    return table
+
+
+def printed_table(texts: Sequence[str], numbers: Sequence[str], caption: str | None) -> Printed:
+    """Return a table for the terminal, with columns of texts and then of numbers."""
+    table = Printed(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption)
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
@@ -130,14 +141,14 @@ def leaderboard(comparison: Comparison) -> DataFrame:
     ranked = [task for task in tasks.index if task not in unable] or list(tasks.index)
     ranks = (means * signs)[ranked].rank().mean(axis=1, skipna=False)  # NaN, and therefore last, without a score
     table = text[tasks.index].fillna("").loc[ranks[rows.name.unique()].sort_values(kind="stable").index]
-    heads = {}
-    for task, metric, higher, n in tasks.itertuples():
-        remark = ", not informative" * (task in unable)
-        heads[task] = f"{task} ({metric} {'↑' if higher else '↓'}, n = {n}{remark})"
     for metric, alike in tasks[tasks.higher_is_better].groupby("metric", sort=False):
         if len(alike) > 1:
             averages = means[alike.index].mean(axis=1, skipna=False)
             table[f"average {metric}"] = averages.map("{:.4f}".format).replace("nan", "none")
+    heads = {
+        task: f"{task} ({metric} {'↑' if higher else '↓'}, n = {n}{', not informative' * (task in unable)})"
+        for task, metric, higher, n in tasks.itertuples()
+    }
     return table.rename(columns=heads).rename_axis(index="policy", columns=None).reset_index()
 
 
@@ -161,7 +172,7 @@ def of_task(comparison: Comparison, task: str) -> DataFrame:
     """Return all results of a task; columns without values are left out."""
     rows = comparison.of_task(task)
     table = DataFrame([_texts(row, comparison.baseline) for row in rows]).fillna("")
-    empty = [column for column in table if column not in ("policy", "budget") and (table[column] == "").all()]
+    empty = [column for column in table.columns[2:] if (table[column] == "").all()]  # after policy and budget
     return table.drop(columns=empty).rename(columns={"score": rows[0].metric})
 
 
@@ -173,7 +184,7 @@ def _texts(row: Row, baseline: str) -> dict[str, str]:
         "budget": row.budget,
         "kept": f"{row.kept:.1%}" if done else "",
         OVER: f"{row.over_budget:.0f} of {row.n}" if row.over_budget > 0 else "",
-        "score": _score(row),
+        "score": _with_error(row.mean, row.error) if row.n else f"none: {row.problem}",
         f"against {baseline}": _interval(row, "difference"),
         "p": "< 0.001" if row.difference_p < 0.001 else _number(row.difference_p, ".3f"),
         "nats": _with_error(row.nats, row.nats_error),
@@ -194,10 +205,11 @@ def by_part(comparison: Comparison, task: str, kind: str) -> DataFrame:
     """Return a table of the parts of the samples: at most 12 positions, or all other parts and the worst of them."""
     lines: dict[str, dict[Any, str]] = {}
     for row in comparison.of_task(task):
-        base, outcomes, line = comparison.baseline_of(row), comparison.outcomes(row), dict[Any, str]()
-        scores = part_values(outcomes, kind, "score").mean()
+        base, outcomes = comparison.baseline_of(row), comparison.outcomes(row)
+        scores, sign = part_values(outcomes, kind, "score").mean(), "" if base is None else "+"
+        line: dict[Any, str] = {}
         for part, mean in part_means(comparison, row, base, kind)["mean"].items():
-            line[part] = f"{mean:.3f}" if base is None else f"{mean:+.3f}"
+            line[part] = f"{mean:{sign}.3f}"
             if kind != POSITION:
                 paired = None if base is None else comparison.paired(row, base, f"nats@{kind} {part}")
                 interval = "" if paired is None else f" [{paired.low:+.3f}, {paired.high:+.3f}]"
@@ -224,11 +236,7 @@ def part_means(comparison: Comparison, row: Row, base: Row | None, kind: str) ->
 
 
 def counted(comparison: Comparison, task: str) -> str:
-    """Return how many samples were run and left out, in the task's unit, and when the question is read.
-
-    It also has the number of samples that no policy can change, see
-    :meth:`ag.evaluate.comparison.cells.Cell.untouched`.
-    """
+    """Return how many samples were run, left out, and cannot be changed (see Cell.untouched), and when it asks."""
     rows = comparison.of_task(task)
     row = max(rows, key=lambda row: row.n)
     parts = [f"{row.n} {unit(task)}, left out: {_left_out(row)}"]
@@ -257,8 +265,7 @@ def meanings(comparison: Comparison) -> dict[str, str]:
 
 def measured(comparison: Comparison) -> list[tuple[str, str]]:
     """Return how a comparison was measured, as (subject, text). If rows differ, each text has its number of rows."""
-    dates = sorted(date for date in comparison.rows.date if date is not None)
-    period = " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+    period = _period(date for date in comparison.rows.date if date is not None)
     lines = []
     for row in comparison.results:
         weights = [row.model, row.dtype or f"dtype {UNKNOWN}", row.quantization or "none"]
@@ -288,10 +295,6 @@ def _plain(value: Any) -> str:
 def _left_out(row: Row) -> str:
     counts = ((row.too_long, "too long"), (row.too_short, "too short"))
     return ", ".join(f"{number} {reason}" for number, reason in counts if number) or "0"
-
-
-def _score(row: Row) -> str:
-    return _with_error(row.mean, row.error) if row.n else f"none: {row.problem}"
 
 
 def _with_error(mean: float, error: float) -> str:

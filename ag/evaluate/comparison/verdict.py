@@ -68,7 +68,7 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     rows = comparison.of_task(task)
     tag = "" if all(math.isnan(row.nats) for row in rows) else "nats"
     measured = [row for row in rows if row.n and not (tag and math.isnan(row.nats))]
-    compared = at_budget(measured, budget)
+    compared, _ = at_budget(measured, budget)
     absent = [row for row in comparison.at(task, budget) if row not in compared]
     reasons = {row.label: reason for row in absent if (reason := _reason_left_out(row, tag))}
     left_out = [f"Left out: {', '.join(f'{label} ({reason})' for label, reason in reasons.items())}"] if reasons else []
@@ -85,10 +85,12 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     full = next((row for row in measured if not row.evicts), None)
     rival = next((row for row in alike if not (best.gated and row.gated)), full)
 
-    def gain_over(row: Row, other: Row) -> Paired | None:
+    def gain_over(row: Row, other: Row | None) -> Paired | None:
+        if other is None:
+            return None
         return comparison.paired(other, row, tag) if lower else comparison.paired(row, other, tag)
 
-    gain = None if rival is None else gain_over(best, rival)
+    gain = gain_over(best, rival)
     if rival is None or gain is None:
         return without(f"no other policy can be compared with {compared[0].label}")
     unit = "nats" if tag or best.metric.startswith("nats") else f"in {best.metric}"
@@ -100,12 +102,11 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     if my_row is not None and (lag := gain_over(my_row, best)):
         place = f"number {other_policies.index(my_row) + 2} of {len(compared)}"
         sentences.append(f"{my_row.label}, {place}, {_gain_text(lag, unit, best.label)} {_test_text(lag)}")
-    evicting = [] if full is None else [row for row in (best, rival) if row.evicts]
-    losses = [(row, lost) for row in evicting if (lost := gain_over(row, full))]
+    losses = [(row, lost) for row in (best, rival) if row.evicts and (lost := gain_over(row, full))]
     if not losses:
         sentences.append("The full cache has no result to compare with")
-    else:
-        sentences += _distance_text(comparison, losses, full, rival is full, tag, unit)
+    elif distance := _distance_text(comparison, losses, full, rival is full, tag, unit):
+        sentences.append(distance)
     return Verdict(task, budget, [*sentences, *left_out], best, rival, gain, memory)
 
 
@@ -116,22 +117,16 @@ def _lead_text(best: Row, rival: Row, gain: Paired, unit: str, level: Sequence[s
         lead = _gain_text(gain, unit, rival.label)
         return f"{best.label}, {lead} {_test_text(gain)}" + (level_names and f"; level with it: {level_names}")
     between = f"{gain.difference:+.3f} {unit} [{gain.low:.3f}, {gain.high:.3f}] {_test_text(gain)}"
-    text = f"{best.label} cannot be told from {rival.label}, {between}"
-    return text + (level_names and f", nor from {level_names}")
+    return f"{best.label} cannot be told from {rival.label}, {between}" + (level_names and f", nor from {level_names}")
 
 
 def _distance_text(
     comparison: Comparison, losses: Sequence[tuple[Row, Paired]], full: Row, told: bool, tag: str, unit: str
-) -> list[str]:
-    """Return a sentence on the distance of the best policy and its rival to the full cache; empty without a fact.
+) -> str:
+    """Return how far the best policy and its rival are from the full cache; empty without a fact.
 
-    Args:
-        comparison: all results.
-        losses: the policies that evict, with their gains over the full cache.
-        full: the full cache.
-        told: whether the first sentence has the difference to the full cache.
-        tag: ``nats`` if nats decide: the sentence then also has both mean scores. Else empty.
-        unit: unit of the gains.
+    ``losses`` are the policies that evict, with their gains over the full cache. ``told`` says that the first sentence
+    has the difference to it. If nats decide, the text also has both mean scores.
     """
     row, lost = losses[0]
     parts = []
@@ -143,7 +138,7 @@ def _distance_text(
         parts.append(f"{means}, {score.difference:+.3f} [{score.low:.3f}, {score.high:.3f}]")
     if all(_is_far(comparison, *loss, full, unit) for loss in losses):
         parts.append(f"{'both are' if len(losses) > 1 else 'it is'} far from the full cache")
-    return ["; ".join(parts)] if parts else []
+    return "; ".join(parts)
 
 
 def _is_far(comparison: Comparison, row: Row, lost: Paired, full: Row, unit: str) -> bool:

@@ -4,50 +4,41 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from datetime import UTC, datetime
+from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
 from ag import cluster
 from ag.commands.compare import CompareConfig
 from ag.engine.setup import CacheSetup
 from ag.errors import UserError
-from ag.evaluate.comparison.cells import Cell
+from ag.evaluate.comparison.cells import NOTHING, Cell
 from ag.evaluate.comparison.folder import FinishedCell, Folder
-from ag.evaluate.comparison.progress import ComparisonProgress
 from ag.evaluate.inside import KeptTokens, record
-from ag.evaluate.tasks import Loaded, Outcome, Sample, Task
+from ag.evaluate.tasks import Outcome, Sample, Task
 from ag.gates import export
-from ag.hardware import cpu_name
 from ag.model import base as models
 from ag.plugins import load
 
 WORKER = 2  # main memory of a process on a cluster, in multiples of the stored weights of the model
+SECONDS = 30.0  # between two lines of progress without a terminal
 
 
 def run_missing_cells(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
 ) -> dict[str, FinishedCell]:
-    """Run the cells without a result, here or on a cluster. This process writes the results.
+    """Run the cells without a result, here or on a cluster, and write the results. No command: the Python call.
 
-    Args:
-        config: settings of the comparison.
-        cells: its cells.
-        folder: its folder.
-        console: console that shows progress.
-        command: the command line, for the summaries. Empty means the Python call.
-
-    Returns:
-        All cells of the folder by key, including cells of earlier commands.
+    Returns all cells of the folder by key, including cells of earlier commands.
 
     Raises:
         UserError: the model or a task's data cannot be read, or another process writes into the folder.
@@ -94,10 +85,7 @@ def _run_cells(
         for unit, finished in cluster.share(units, make, room):
             if isinstance(finished, cluster.Lost):
                 problem = f"{finished.times} workers ended while they worked on it: {finished.why}"
-                row_conditions = conditions(config, command)
-                finished = [
-                    FinishedCell(cell.summary([], Loaded([]), "", row_conditions, problem), [], []) for cell in unit
-                ]
+                finished = [cell.finished(config, command, problem=problem) for cell in unit]
             yield finished
 
 
@@ -105,19 +93,16 @@ def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list
     """Make a worker in a process of a cluster, with the calling process's number of threads, for equal sums."""
     torch.set_num_threads(threads)
     load(config.plugins)
-    worker = Worker(config, command, ComparisonProgress(Console(quiet=True), 0))
+    worker = Worker(config, command)
     return lambda unit: [finished for together in worker.run(unit) for finished in together]
 
 
 class Worker:
-    """The model, and the samples of the current task.
+    """The model, which raises ``UserError`` if it cannot be loaded, and the samples of the current task."""
 
-    Raises:
-        UserError: the model cannot be loaded.
-    """
-
-    def __init__(self, config: CompareConfig, command: str, progress: ComparisonProgress) -> None:
-        self.config, self.command, self.progress = config, command, progress
+    def __init__(self, config: CompareConfig, command: str, progress: ComparisonProgress | None = None) -> None:
+        self.config, self.command = config, command
+        self.progress = ComparisonProgress(Console(quiet=True)) if progress is None else progress
         torch.set_float32_matmul_precision("highest")  # no TF32: differences between policies are small
         torch.manual_seed(config.seed)
         base, self.tokenizer = models.load_base(config.base, config.device)
@@ -126,55 +111,45 @@ class Worker:
         context = int(base.config.get_text_config().max_position_embeddings)
         self.max_tokens = min(context, config.max_tokens or context)
         self.task: Task | None = None
-        self.loaded = Loaded([])
+        self.loaded = NOTHING
 
-    def run(self, cells: Sequence[Cell]) -> Iterator[list[FinishedCell]]:
-        """Run cells of one task together. If that fails, run them one by one on the remaining samples.
+    def run(
+        self, cells: Sequence[Cell], outcomes_by_cell: Sequence[list[Outcome]] = (), waiting: int = 0
+    ) -> Iterator[list[FinishedCell]]:
+        """Run cells of one task together, and yield lists of cells that finish together.
 
-        Yields lists of cells that finish together.
-
-        Raises:
-            UserError: the task's data cannot be read.
+        If that fails, they run one by one on the samples without an outcome, while ``waiting`` counts the outcomes of
+        the cells after these. Raises ``UserError`` if the task's data cannot be read.
         """
         try:
             if cells[0].task != self.task:
-                self.task, self.loaded = None, Loaded([])
+                self.task, self.loaded = None, NOTHING
                 self.loaded = cells[0].task.load(self.tokenizer, self.config.samples, self.max_tokens)
                 self.task = cells[0].task
         except UserError:
             raise
         except Exception as error:  # a task of a plugin may raise anything
-            yield [self._finish(cell, problem=_problem(error)) for cell in cells]
+            yield [self._finish(cell, _problem(error)) for cell in cells]
             return
-        outcomes_by_cell: list[list[Outcome]] = [[] for _ in cells]
-        attempt = self._attempt(cells, outcomes_by_cell)
-        if not isinstance(attempt, str):
-            yield attempt
-            return
-        torch.cuda.empty_cache()  # the error is freed, and the tensors of its traceback
-        for index, (cell, outcomes) in enumerate(zip(cells, outcomes_by_cell, strict=True), 1):
-            waiting = sum(map(len, outcomes_by_cell[index:]))
-            alone = attempt if len(cells) == 1 else self._attempt([cell], [outcomes], waiting)
-            yield [self._finish(cell, problem=alone)] if isinstance(alone, str) else alone
-
-    def _attempt(
-        self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]], waiting: int = 0
-    ) -> list[FinishedCell] | str:
-        """Run cells; returns the finished cells, or why they failed.
-
-        Args:
-            cells: cells of one task.
-            outcomes_by_cell: outcomes of the first samples, which are not run again; new outcomes are appended.
-            waiting: finished samples of the cells after these.
-        """
-        self.progress.begin(cells[0].name, len(cells), len(self.loaded.samples), waiting)
+        outcomes_by_cell = outcomes_by_cell or [[] for _ in cells]
         try:
-            return self._run(cells, outcomes_by_cell)
+            yield self._run(cells, outcomes_by_cell, waiting)
+            return
         except Exception as error:  # a part of a plugin may raise anything
-            return _problem(error)
+            problem = _problem(error)
+        torch.cuda.empty_cache()  # the error is freed, and the tensors of its traceback
+        if len(cells) == 1:
+            yield [self._finish(cells[0], problem)]
+            return
+        for index, (cell, outcomes) in enumerate(zip(cells, outcomes_by_cell, strict=True), 1):
+            yield from self.run([cell], [outcomes], waiting=sum(map(len, outcomes_by_cell[index:])))
 
-    def _run(self, cells: Sequence[Cell], outcomes_by_cell: list[list[Outcome]]) -> list[FinishedCell]:
+    def _run(
+        self, cells: Sequence[Cell], outcomes_by_cell: Sequence[list[Outcome]], waiting: int
+    ) -> list[FinishedCell]:
+        """Run cells of one task on the samples without an outcome under all cells; outcomes are appended."""
         samples = self.loaded.samples
+        self.progress.begin(cells[0].name, len(cells), len(samples), waiting)
         refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
         run = [pair for pair in zip(cells, outcomes_by_cell, strict=True) if pair[0] not in refused]
         touched, run_outcomes = [cell for cell, _ in run], [cell_outcomes for _, cell_outcomes in run]
@@ -200,22 +175,83 @@ class Worker:
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
-        finished = list(map(self._finish, touched, run_outcomes, views))
-        return finished + [self._finish(cell, problem=cell.refusal()) for cell in refused]
+        results = zip(touched, run_outcomes, views, strict=True)
+        finished = [self._finish(cell, None, outcomes, cell_views) for cell, outcomes, cell_views in results]
+        return finished + [self._finish(cell, cell.refusal()) for cell in refused]
 
     def _finish(
-        self, cell: Cell, outcomes: Sequence[Outcome] = (), views: Sequence[KeptTokens] = (), problem: str | None = None
+        self, cell: Cell, problem: str | None, outcomes: Sequence[Outcome] = (), views: Sequence[KeptTokens] = ()
     ) -> FinishedCell:
-        """Return a finished cell; see :meth:`Cell.summary`."""
         try:
             prefill = self._prefill(cell)
         except Exception:  # perhaps the reason why the cell failed
             prefill = ""
-        summary = cell.summary(outcomes, self.loaded, prefill, conditions(self.config, self.command), problem)
-        return FinishedCell(summary, [*outcomes], [*views])
+        return cell.finished(self.config, self.command, self.loaded, prefill, problem, outcomes, views)
 
     def _prefill(self, cell: Cell) -> str:
         return CacheSetup.of(self.model, cell.policy, None).prompt_sees
+
+
+class ComparisonProgress:
+    """A bar on a terminal, else a line every half minute: cells, samples, and an estimate of the time left.
+
+    ``num_finished`` of the ``total`` cells were finished by earlier commands; the estimate is from the others.
+    """
+
+    def __init__(
+        self, console: Console, total: int = 0, num_finished: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console, self._total, self._clock = console, total, clock
+        self._begun = self._last = clock()
+        self._finished_before = self._num_finished = num_finished
+        self.begin("cells", 1, 0)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[numbers]}"))
+        #: A context that shows the bar on a terminal.
+        self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self.bar.add_task(self._name, total=total, numbers="")
+
+    def cells(self, num_finished: int) -> None:
+        """Set the number of finished cells, once for all cells that ran together. No cell runs then."""
+        self._num_finished, self._outcomes = num_finished, 0
+        self._show()
+
+    def begin(self, name: str, together: int, samples: int, waiting: int = 0) -> None:
+        """Begin cells that run together, by the name of the first; :meth:`outcome` shows them.
+
+        ``waiting`` counts the finished samples of cells that run later.
+        """
+        self._name = name + (f" and {together - 1} more" if together > 1 else "")
+        self._together, self._samples, self._outcomes, self._waiting = together, samples, 0, waiting
+
+    def outcome(self, samples: int = 1) -> None:
+        """Add finished samples of one cell."""
+        self._outcomes += samples
+        self._show()
+
+    def progress_text(self) -> str:
+        """Return the numbers and the estimate as text."""
+        parts = [f"{self._num_finished} of {self._total} cells"]
+        if self._outcomes:
+            parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
+        run = self._completed - self._finished_before
+        # cells that run together yield their results together: the first result says nothing about time
+        if run > 0 and (self._outcomes >= self._together or self._num_finished > self._finished_before):
+            left = (self._total - self._completed) * (self._clock() - self._begun) / run
+            parts.append(f"about {timedelta(seconds=round(left))} left")
+        return ", ".join(parts)
+
+    @property
+    def _completed(self) -> float:
+        """The finished cells, and the finished part of the running cells."""
+        return self._num_finished + ((self._outcomes + self._waiting) / self._samples if self._samples else 0.0)
+
+    def _show(self) -> None:
+        text = self.progress_text()
+        if self._console.is_terminal:
+            self.bar.update(self._task, completed=self._completed, description=self._name, numbers=text)
+        elif self._clock() - self._last >= SECONDS:
+            self._last = self._clock()
+            self._console.print(f"{text} ({self._name})", soft_wrap=True, highlight=False)
 
 
 def _num_common_samples(outcomes_by_cell: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
@@ -237,21 +273,8 @@ def _problem(error: Exception) -> str:
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}, line {last.lineno})"
 
 
-def conditions(config: CompareConfig, command: str) -> dict[str, Any]:
-    """Return the fields of a :class:`Summary` on the model, the machine, the date and the command."""
-    device = torch.device(config.device)
-    return {
-        "dtype": config.dtype,
-        "quantization": config.quantization,
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "threads": torch.get_num_threads(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-    }
-
-
 def python_call(config: CompareConfig) -> str:
     """Return the Python call of a comparison, with the settings that differ from the defaults."""
-    defaults, values = CompareConfig(), {field.name: getattr(config, field.name) for field in fields(config)}
-    settings = [f"{name}={value!r}" for name, value in values.items() if value != getattr(defaults, name)]
+    defaults, values = vars(CompareConfig()), vars(config)
+    settings = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
     return f"compare(CompareConfig({', '.join(settings)}), console)"

@@ -29,37 +29,19 @@ PART = re.compile(r"(score|nats)@(?:([a-z]+) (.+)|(\d+))")  # the tag of a part:
 
 @dataclass(frozen=True)
 class Sample:
-    """A context, a question about it, and its answers.
+    """A context, a question about it, and its answers."""
 
-    Attributes:
-        id: name of the sample, equal in every run.
-        prompt: tokens ``[T]`` of the context. The policy evicts from these.
-        question: tokens that are read between the prompt and an answer; empty if they are the end of the prompt.
-        answers: tokens of each right answer; in multiple choice the tokens of each choice.
-        target: index of the answer that compares caches with a full cache; in multiple choice the right answer.
-        max_new_tokens: largest number of tokens of a generated answer; 0 if nothing is generated.
-        references: texts that grade a generated answer.
-        tags: properties of the sample, which are also in its outcomes.
-        protect: spans of the prompt that no policy evicts; see :meth:`ag.EvictionCache.protect`.
-        parts: data that only its task reads (the turns of a conversation).
-    """
-
-    id: str
-    prompt: list[int]
+    id: str  # equal in every run
+    prompt: list[int]  # tokens of the context, which the policy evicts from
     _: KW_ONLY
-    question: list[int] = field(default_factory=list)
-    answers: list[list[int]] = field(default_factory=list)
-    target: int = 0
-    max_new_tokens: int = 0
-    references: list[str] = field(default_factory=list)
-    tags: Tags = field(default_factory=dict)
-    protect: list[tuple[int, int]] = field(default_factory=list)
-    parts: Sequence[Any] = ()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of prompt, question and the longest generated answer."""
-        return len(self.prompt) + len(self.question) + self.max_new_tokens
+    question: list[int] = field(default_factory=list)  # tokens between the prompt and an answer
+    answers: list[list[int]] = field(default_factory=list)  # tokens of each right answer, or of each choice
+    target: int = 0  # index of the answer that compares caches with a full cache; of choices the right one
+    max_new_tokens: int = 0  # most tokens of a generated answer
+    references: list[str] = field(default_factory=list)  # texts that grade a generated answer
+    tags: Tags = field(default_factory=dict)  # properties, which are also in the outcomes
+    protect: list[tuple[int, int]] = field(default_factory=list)  # spans of the prompt, see ag.EvictionCache.protect
+    parts: Sequence[Any] = ()  # data that only its task reads (the turns of a conversation)
 
     @property
     def target_tokens(self) -> list[int]:
@@ -74,28 +56,18 @@ Samples = Sequence[Sample]
 class Outcome:
     """The result of a policy on one sample.
 
-    Attributes:
-        sample: its id.
-        score: the task's metric: accuracy 0 or 1, nats per token, F1 in 0..1, ...
-        tokens: tokens of the prompt; of the complete text if decoding evicts (books, worked problems).
-        kept: kept share of their (token, layer, KV head) entries, measured in the cache after the prompt, or while
-            decoding evicts.
-        kv_bytes: bytes allocated for keys and values after the prompt, or at the end if decoding evicts.
-        seconds: time of eviction, question and answer; without the prompt, which policies read together.
-        tags: tags of the sample, and further measures. ``nats`` is the mean negative log-likelihood of the right
-            answer's tokens, ``hits`` is 1 if each token is the likeliest; ``kl`` and ``same_top1`` compare with a full
-            cache, see :meth:`PromptTask.run`.
-        over_budget: whether more tokens were protected than the budget allows.
+    The tag ``nats`` is the mean negative log-likelihood of the right answer's tokens, ``hits`` is 1 if each is the
+    likeliest token, and ``kl`` and ``same_top1`` compare with a full cache, see :meth:`PromptTask.run`.
     """
 
-    sample: str
-    score: float
-    tokens: int
-    kept: float
-    kv_bytes: int
-    seconds: float
-    tags: Tags = field(default_factory=dict)
-    over_budget: bool = False
+    sample: str  # its id
+    score: float  # the task's metric: accuracy 0 or 1, nats per token, F1 in 0..1, ...
+    tokens: int  # of the prompt; of the complete text if decoding evicts (books, worked problems)
+    kept: float  # kept share of their (token, layer, KV head) entries, after the prompt or while decoding evicts
+    kv_bytes: int  # allocated for keys and values after the prompt, or at the end if decoding evicts
+    seconds: float  # of eviction, question and answer; without the prompt, which policies read together
+    tags: Tags = field(default_factory=dict)  # tags of the sample, and further measures
+    over_budget: bool = False  # whether more tokens were protected than the budget allows
 
     @property
     def parts(self) -> dict[str, dict[str, dict[str, float]]]:
@@ -109,37 +81,29 @@ class Outcome:
         return measures_by_kind
 
 
+Outcomes = Iterator[tuple[int, Outcome]]  # with the index of the policy
+
+
 @dataclass(frozen=True)
 class Loaded:
-    """The samples of a task.
-
-    Attributes:
-        samples: samples that can be run, in their stored order.
-        too_long: number of samples before the last one that do not fit the model.
-        too_short: number of samples before the last one that have fewer tokens than the task needs.
-    """
+    """The samples of a task, and how many before the last one were left out."""
 
     samples: list[Sample]
-    too_long: int = 0
-    too_short: int = 0
+    too_long: int = 0  # they do not fit the model
+    too_short: int = 0  # they have fewer tokens than the task needs
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A task; its fields are its options, which :func:`ag.evaluate.tasks.make` checks by their types.
+    """A task; its fields are its options, which :func:`ag.evaluate.tasks.make` checks by their types."""
 
-    Attributes:
-        name: its name in commands.
-        root: local folder of the data. None: the Hugging Face hub.
-    """
-
-    name: str
-    root: str | None = None
+    name: str  # in commands
+    root: str | None = None  # local folder of the data; None: the Hugging Face hub
 
     metric: ClassVar[str]
     higher_is_better: ClassVar[bool] = True
-    #: Name of its samples, in the plural.
-    unit: ClassVar[str] = "samples"
+    unit: ClassVar[str] = "samples"  # name of its samples, in the plural
+    chance: ClassVar[float | None] = None  # see floor
 
     def identity(self) -> dict[str, Any]:
         """Return everything that the samples and their scores depend on, for JSON."""
@@ -169,7 +133,7 @@ class Task(ABC):
 
     def floor(self, samples: Samples) -> float | None:
         """Return the mean score of a model that cannot do the task. None: unknown."""
-        return None
+        return self.chance
 
     def length(self, sample: Sample) -> int:
         """Return the tokens of a sample that a policy may evict."""
@@ -178,27 +142,16 @@ class Task(ABC):
     def reads_on(self, sample: Sample) -> bool:
         """Return whether tokens are read after a sample's prompt, and therefore after the eviction.
 
-        The first token of an answer is predicted from the last token before it. If that is the last token of the
-        prompt, it was read before the eviction: an answer of one token is predicted as with a full cache.
+        If not, the one token of an answer is predicted from the prompt's last token, as with a full cache.
         """
         return bool(sample.question) or max([sample.max_new_tokens, *map(len, sample.answers)]) != 1
 
     @abstractmethod
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
-        """Yield the samples in their stored order. For a sample that cannot be run, yield the reason instead.
-
-        Args:
-            tokenizer: the model's.
-            max_tokens: the model's context.
-
-        Raises:
-            UserError: see :meth:`load`.
-        """
+        """Yield the samples in their stored order, and the reason in the place of one that cannot be run; see load."""
 
     @abstractmethod
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over samples, and yield (index of the policy, outcome) as each finishes.
 
         The order is sample by sample, and within a sample policy by policy. Policies with a dense prefill share one
@@ -213,17 +166,10 @@ class Task(ABC):
 class PromptTask(Task):
     """A task of samples with a prompt, which is read and evicted, perhaps a question, and an answer."""
 
-    #: Whether its outcomes have ``kl`` and ``same_top1``. False if a sample has several right answers that all count.
-    compares: ClassVar[bool] = True
+    compares: ClassVar[bool] = True  # with a full cache; False if a sample has several right answers that all count
 
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
-        """Run policies over samples; see :meth:`Task.run`.
-
-        The tags ``kl`` and ``same_top1`` compare each policy with a full cache on the tokens of the right answer; see
-        :func:`ag.evaluate.tasks.follow.distance`.
-        """
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
+        """Run policies over samples, and compare each with a full cache on the tokens of the right answer."""
         device = next(model.parameters()).device
         for sample in samples:
             compared = [policy("full")] if sample.target_tokens and self.compares else []
@@ -241,13 +187,13 @@ class PromptTask(Task):
                     full = log_probabilities(model, cache, last_hidden, sample.target_tokens)
                     continue
                 seconds += _synchronised_time(device) - start
-                cache_copy = None if full is None else copy.deepcopy(cache)
+                copied = None if full is None else copy.deepcopy(cache)
                 start = _synchronised_time(device)
                 score, tags = self.answer(model, tokenizer, cache, last_hidden, sample)
                 seconds += _synchronised_time(device) - start
                 over = bool(cache.over_budget.any())
-                if full is not None and cache_copy is not None:
-                    other = log_probabilities(model, cache_copy, last_hidden, sample.target_tokens)
+                if full is not None and copied is not None:
+                    other = log_probabilities(model, copied, last_hidden, sample.target_tokens)
                     tags = {**tags, **distance(full, other)}
                 yield index, Outcome(sample.id, score, len(sample.prompt), *usage, seconds, tags, over)
 
@@ -260,7 +206,7 @@ class PromptTask(Task):
         Args:
             model: the model.
             tokenizer: its tokenizer.
-            cache: a cache that has read and evicted the prompt, and read the question; this method may change it.
+            cache: has read and evicted the prompt, and read the question; this method may change it.
             last_hidden: ``[1, d]``, the final hidden state of the last token before the answer.
             sample: a sample of :meth:`load`.
         """
@@ -280,11 +226,8 @@ def by_part(part_kind: str, measured: Iterable[tuple[str | int, float, float]]) 
         part_kind: kind of the parts (``turn``).
         measured: name, score and nats of each part. Entries with equal names are one part.
     """
-    parts: dict[str | int, list[tuple[float, float]]] = {}
-    for name, score, nats in measured:
-        parts.setdefault(name, []).append((score, nats))
-    return {
-        f"{measure}@{part_kind} {name}": fmean(pair[i] for pair in pairs)
-        for i, measure in enumerate(("score", "nats"))
-        for name, pairs in parts.items()
-    }
+    entries, values = list(measured), dict[str, list[float]]()
+    for measure, column in (("score", 1), ("nats", 2)):
+        for entry in entries:
+            values.setdefault(f"{measure}@{part_kind} {entry[0]}", []).append(float(entry[column]))
+    return {tag: fmean(tag_values) for tag, tag_values in values.items()}

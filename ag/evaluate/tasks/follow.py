@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine import EvictionCache
 from ag.model.structure import decoder_of, lm_logits
@@ -20,13 +21,7 @@ def score(
     """Return for each answer its tokens' log-likelihoods ``[T]`` in nats, float32, and whether each is the likeliest.
 
     The answers share one prompt and are fed as one batch, padded on the right. If the policy evicts while decoding,
-    each pass is one of its intervals. The results are on the CPU.
-
-    Args:
-        model: the model.
-        cache: a cache with one prompt; this function changes it.
-        last_hidden: ``[1, d]``, the final hidden state of the prompt's last token.
-        answers: tokens of each answer.
+    each pass is one of its intervals. The results are on the CPU. The cache, with one prompt, is changed.
     """
     states = last_hidden.expand(len(answers), -1)[:, None]
     if max(map(len, answers)) > 1:
@@ -40,16 +35,15 @@ def score(
     return scores
 
 
+def mean_nats(model: nn.Module, cache: EvictionCache, last_hidden: Tensor, answer: list[int]) -> float:
+    """Return the mean negative log-likelihood of an answer's tokens; see :func:`score`."""
+    [(log_likelihoods, _)] = score(model, cache, last_hidden, [answer])
+    return -float(log_likelihoods.mean())
+
+
 @torch.no_grad()
 def log_probabilities(model: nn.Module, cache: EvictionCache, last_hidden: Tensor, tokens: list[int]) -> Tensor:
-    """Return the log-probabilities ``[T, V]``, float32, at each of T tokens that follow a prompt.
-
-    Args:
-        model: the model.
-        cache: a cache with one prompt; this function changes it.
-        last_hidden: ``[1, d]``, the final hidden state of the prompt's last token.
-        tokens: the T tokens.
-    """
+    """Return the log-probabilities ``[T, V]``, float32, at each of T tokens that follow a prompt; see :func:`score`."""
     states = last_hidden
     if len(tokens) > 1:
         states = torch.cat([last_hidden, feed(model, cache, torch.tensor([tokens[:-1]], device=last_hidden.device))[0]])
@@ -68,13 +62,9 @@ def distance(full: Tensor, other: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def feed(model: nn.Module, cache: EvictionCache, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Feed tokens to a cache and return their final hidden states ``[B, T, d]``.
+    """Feed tokens ``[B, T]`` to a cache and return their final hidden states ``[B, T, d]``.
 
-    Args:
-        model: the model.
-        cache: cache of B sequences without padding on their left.
-        tokens: ``[B, T]``.
-        mask: ``[B, T]`` bool, False on padding, which is on the right. None: no padding.
+    ``mask`` ``[B, T]`` is False on padding, which is on the right. None: no padding.
     """
     decoder, states = decoder_of(model), []
     for start in range(0, tokens.shape[1], tokens_per_pass := cache.policy.steps or tokens.shape[1]):
@@ -89,12 +79,9 @@ def feed_texts(model: nn.Module, cache: EvictionCache, texts: Sequence[list[int]
 
     Texts are padded on the right to the longest, of T tokens. The cache is changed.
     """
-    longest, device = max(map(len, texts)), cache.valid.device
-    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
-    mask = torch.tensor([[i < len(text) for i in range(longest)] for text in texts], device=device)
     if len(texts) > 1:
         cache.batch_repeat_interleave(len(texts))
-    return feed(model, cache, tokens, mask)
+    return feed(model, cache, *padded(texts, cache.valid.device, "right"))
 
 
 def greedy(
@@ -140,11 +127,10 @@ def continue_batch(
         model: the model.
         cache: a cache with B prompts; this function changes it.
         last_hidden: ``[B, d]``, the final hidden state of each prompt's last token.
-        max_new_tokens: largest number of tokens of each text.
+        max_new_tokens: most tokens of each text.
         stop: tokens that end a text and are not part of it.
-        min_new_tokens: smallest number of tokens of a text.
-        choose: a function that returns the next token of each unfinished text, from logits ``[N, V]`` and the indices
-            of the N texts in the original batch.
+        min_new_tokens: fewest tokens of a text.
+        choose: returns the next token of each unfinished text, from logits ``[N, V]`` and the indices of the N texts.
     """
     texts: list[list[int]] = [[] for _ in max_new_tokens]
     unfinished = list(range(len(max_new_tokens)))  # indices of texts
@@ -168,12 +154,12 @@ def continue_batch(
             last_hidden = feed(model, cache, tokens)[:, -1]
 
 
-def padded(prompts: Sequence[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return prompts of several lengths as one batch ``[B, T]``, padded on the left, and the mask of their tokens."""
-    longest = max(map(len, prompts))
-    ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    mask = [[column >= longest - len(prompt) for column in range(longest)] for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+def padded(texts: Sequence[list[int]], device: torch.device, side: str = "left") -> tuple[Tensor, Tensor]:
+    """Return texts of several lengths as one batch ``[B, T]``, padded on a side, and the mask of their tokens."""
+    rows = [torch.tensor(text, dtype=torch.long) for text in texts]
+    masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    ids, mask = (pad_sequence(each, batch_first=True, padding_side=side).to(device) for each in (rows, masks))
+    return ids, mask
 
 
 def end_tokens(model: nn.Module, eos: int | None) -> set[int]:

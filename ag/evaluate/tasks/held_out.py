@@ -27,11 +27,11 @@ def held_out(
     """
     try:
         source = Source(hub, subset, revision, local_folder(task.root, folder) if task.root else None)
-        *earlier_splits, last_split = splits
-        for split in earlier_splits:
+        *earlier_splits, split = splits
+        for earlier in earlier_splits:
             with suppress(MissingSplitError):
-                return split, source.where(split), source.read(split)
-        return last_split, source.where(last_split), source.read(last_split)
+                return earlier, source.where(earlier), source.read(earlier)
+        return split, source.where(split), source.read(split)
     except DataError as error:
         names = ", ".join(repr(word) for word in (hub, subset) if word)
         raise DataError(

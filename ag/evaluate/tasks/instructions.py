@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.rules import prompted
 from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
-from ag.evaluate.tasks.base import Sample, Samples, Tags, by_part
+from ag.evaluate.tasks.base import Sample, Tags, by_part
 from ag.evaluate.tasks.follow import score
 from ag.evaluate.tasks.questions import TextSample
 from ag.evaluate.tasks.ruler import Haystack, Variant, join, sample_sentences
@@ -36,40 +36,35 @@ class Choice(NamedTuple):
 
 
 class RuleKind(NamedTuple):
-    """A kind of instruction.
-
-    Answers that follow different choices are equal up to the end of ``lead``.
-    """
+    """A kind of instruction. Answers that follow different choices are equal up to the end of ``lead``."""
 
     text: str  # the instruction, with the choice as ``{}``
     lead: str  # beginning of an answer, up to the text of the choice
     choices: Sequence[Choice]
 
 
-def _choices(*words: str, lead: str = " ") -> list[Choice]:
-    return [Choice(word, lead + word) for word in words]
+def _rule(text: str, lead: str, words: str, space: str = " ") -> RuleKind:
+    """Return a kind whose answers name the demanded words, which are separated by commas, after a space."""
+    return RuleKind(text, lead, [Choice(word, space + word) for word in words.split(", ")])
 
 
 #: The kinds that SmolLM2-135M-Instruct follows with a full cache.
 RULE_KINDS: dict[str, RuleKind] = {
-    "signature": RuleKind(
+    "signature": _rule(
         "Sign with the name {}.",
         f"{FILLER_LEAD}\n\nSigned:",
-        _choices("Captain Walnut", "Doctor Harbour", "Lady Lantern", "Uncle Marble", "Sister Falcon"),
+        "Captain Walnut, Doctor Harbour, Lady Lantern, Uncle Marble, Sister Falcon",
     ),
-    "place": RuleKind(
-        "Head the answer with the place {}.", "Place:", _choices("Lisbon", "Oslo", "Cairo", "Lima", "Delhi")
-    ),
-    "date": RuleKind("Date the answer {}.", "Date:", _choices("Monday", "Tuesday", "Thursday", "Saturday")),
-    "grade": RuleKind("Give the text the grade {}.", "Grade:", _choices("A", "B", "C", "D", "E")),
-    "closing": RuleKind(
+    "place": _rule("Head the answer with the place {}.", "Place:", "Lisbon, Oslo, Cairo, Lima, Delhi"),
+    "date": _rule("Date the answer {}.", "Date:", "Monday, Tuesday, Thursday, Saturday"),
+    "grade": _rule("Give the text the grade {}.", "Grade:", "A, B, C, D, E"),
+    "closing": _rule(
         'Close with the words "{}".',
         f"{FILLER_LEAD}\n\n",
-        _choices("Stay curious", "Good luck", "See you soon", "All the best", "Keep reading", lead=""),
+        "Stay curious, Good luck, See you soon, All the best, Keep reading",
+        space="",
     ),
-    "address": RuleKind(
-        "Call the reader {}.", "Listen, dear", _choices("Professor", "Captain", "Madam", "Friend", "Colleague")
-    ),
+    "address": _rule("Call the reader {}.", "Listen, dear", "Professor, Captain, Madam, Friend, Colleague"),
     "language": RuleKind(
         "Answer in {}.",
         "",
@@ -92,6 +87,11 @@ class Demand(NamedTuple):
     alternative: Choice  # the demand of another instruction of this kind
     lead: int = 0  # tokens of both answers before the compared tokens
 
+    @property
+    def rule(self) -> RuleKind:
+        """The kind of instruction."""
+        return RULE_KINDS[self.kind]
+
 
 @dataclass(frozen=True)
 class Instructions(Haystack):
@@ -99,27 +99,21 @@ class Instructions(Haystack):
 
     Each instruction demands one of several choices (a name to sign with, a language, ...), drawn for each sample. It is
     followed if its choice is likelier, per token, than another choice of its kind in its place; by chance this is half.
-    ``nats`` is the mean over the demanded choices.
-
-    The parts of a sample are its demands. Each has two answers: the first follows the instruction, the second does
-    not. Tags by ``rule`` (kind of instruction) and by ``place`` in the list: see
-    :func:`ag.evaluate.tasks.base.by_part`.
-
-    Attributes:
-        rules: number of instructions.
-        protect: whether the system prompt is exempt from eviction; its tokens count in the budget.
+    ``nats`` is the mean over the demanded choices. There are tags by ``rule`` (kind of instruction) and by ``place`` in
+    the list. The parts of a sample are its demands. Each has two answers: the first follows it, the second does not.
     """
 
     question: Literal["after"] = "after"
     generate: None = None
     haystack: Literal["text", "noise"] = "text"
-    rules: Annotated[int, Field(ge=1, le=len(RULE_KINDS))] = 4
-    protect: bool = False
+    rules: Annotated[int, Field(ge=1, le=len(RULE_KINDS))] = 4  # number of instructions
+    protect: bool = False  # whether the system prompt is exempt from eviction; its tokens count in the budget
 
     metric: ClassVar[str] = "share followed"
     unit: ClassVar[str] = "system prompts"
     generates: ClassVar[bool] = False
     compares: ClassVar[bool] = False
+    chance: ClassVar[float | None] = 0.5
 
     @property
     def series(self) -> str:
@@ -131,22 +125,22 @@ class Instructions(Haystack):
         return tokenizer, super().material(tokenizer)
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw the instructions, then the text; see :meth:`Generated.build`."""
+        """Draw the instructions, then the text."""
         tokenizer, texts = material
         demands = []
         for kind in rng.sample(list(RULE_KINDS), self.rules):
             chosen, alternative = rng.sample(list(RULE_KINDS[kind].choices), 2)
             demands.append(Demand(kind, chosen, alternative))
-        rules = [RULE_KINDS[demand.kind].text.format(demand.chosen.rule_text) for demand in demands]
+        rules = [demand.rule.text.format(demand.chosen.rule_text) for demand in demands]
         system = "\n".join([ROLE, *(f"{i}. {rule}" for i, rule in enumerate(rules, 1))])
         text = join(sample_sentences(rng, texts, size))
         before_text, _, after_text = prompted(tokenizer, system, f"{text}\n\n{TASK}").partition(text)
-        right = [RULE_KINDS[demand.kind].lead + demand.chosen.answer_text for demand in demands]
+        right = [demand.rule.lead + demand.chosen.answer_text for demand in demands]
         return TextSample(before_text + text, after_text, [system], right, demands)
 
     def sample_fields(self, tokenizer: Tokenizer, text_sample: TextSample, context: list[int]) -> dict[str, Any]:
         """Return the answers as tokens, and the protected span: the prompt up to the end of the system prompt."""
-        leads = tokenize_after(tokenizer, [RULE_KINDS[demand.kind].lead for demand in text_sample.parts])
+        leads = tokenize_after(tokenizer, [demand.rule.lead for demand in text_sample.parts])
         choices = [choice for demand in text_sample.parts for choice in (demand.chosen, demand.alternative)]
         texts = tokenize_after(tokenizer, [choice.answer_text for choice in choices])
         [system] = text_sample.references
@@ -157,10 +151,6 @@ class Instructions(Haystack):
             "protect": [(0, end)] if self.protect else [],
             "parts": [demand._replace(lead=len(lead)) for demand, lead in zip(text_sample.parts, leads, strict=True)],
         }
-
-    def floor(self, samples: Samples) -> float:
-        """Return the score without any instruction: half."""
-        return 0.5
 
     def answer(
         self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample

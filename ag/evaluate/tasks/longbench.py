@@ -29,13 +29,9 @@ from ag.evaluate.tasks.base import LeftOut, Sample
 from ag.evaluate.tasks.questions import SPARE, QuestionTask
 
 HUB, ARCHIVE = "zai-org/LongBench", "data.zip"
-FIELDS: dict[str, type | tuple[type, ...]] = {
-    "input": str,
-    "context": str,
-    "answers": list,
-    "length": int,
-    "all_classes": (list, type(None)),
-}
+FIELDS: dict[str, type | tuple[type, ...]] = {"input": str, "context": str, "answers": list, "length": int}
+FIELDS["all_classes"] = list, type(None)
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True)
@@ -44,14 +40,10 @@ class LongBench(QuestionTask):
 
     Tags are the subset, the words of the row, and the tokens that were cut from its middle; the parts of a sample are
     all classes of a classification.
-
-    Attributes:
-        max_length: tokens of a prompt. None: the model's context minus the answer.
-        chat: put the prompt into the tokenizer's chat template, for the subsets for which the benchmark does.
     """
 
-    max_length: Annotated[int, Field(ge=2)] | None = None
-    chat: bool = False
+    max_length: Annotated[int, Field(ge=2)] | None = None  # tokens of a prompt; None: the model's context - the answer
+    chat: bool = False  # put the prompt into the tokenizer's chat template where the benchmark does
 
     metric: ClassVar[str] = "score"
     unit: ClassVar[str] = "questions"
@@ -88,13 +80,14 @@ class LongBench(QuestionTask):
                 f"Task {self.name} generates {subset.max_new_tokens} tokens, which leaves no room for a prompt in the "
                 f"model's context of {max_tokens}."
             )
+        half = longest // 2
         for number, row in enumerate(self._rows(), start=1):
             check_fields(row, FIELDS, f"{self.name} row {number}")
             text = subset.prompt.format(context=row["context"], input=row["input"])
             ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-            cut = max(0, len(ids) - longest // 2 * 2) if len(ids) > longest else 0
+            cut = len(ids) - 2 * half if len(ids) > longest else 0
             if cut:
-                ends = ids[: longest // 2], ids[-(longest // 2) :]
+                ends = ids[:half], ids[-half:]
                 text = "".join(str(tokenizer.decode(end, skip_special_tokens=True)) for end in ends)
             prompt_text = around(text)
             ids = encode(prompt_text)
@@ -103,14 +96,12 @@ class LongBench(QuestionTask):
             beginning = encode(prompt_text[: prompt_text.find(context) + len(context)])
             prompt, question = (ids, []) if self.question == "before" else divided(beginning, ids)
             gap = "" if prompt_text[-1:].isspace() else " "
-            answers = tokenize_after(
-                tokenizer, [gap + answer_text for answer_text in dict.fromkeys(row["answers"]) if answer_text.strip()]
-            )
+            answers = [gap + answer_text for answer_text in dict.fromkeys(row["answers"]) if answer_text.strip()]
             sample = Sample(
                 f"{self.name}-{number}",
                 prompt,
                 question=question,
-                answers=[answer[: subset.max_new_tokens] for answer in answers],
+                answers=[answer[: subset.max_new_tokens] for answer in tokenize_after(tokenizer, answers)],
                 max_new_tokens=subset.max_new_tokens,
                 references=row["answers"],
                 tags={"subset": self.name, "words": row["length"], "cut": cut, "question": self.question},
@@ -148,9 +139,10 @@ class LongBench(QuestionTask):
 
 def f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
     """Return the F1 of the words, in small letters, without punctuation and articles."""
-    words, wanted = _words(answer), _words(reference)
-    common = (Counter(words) & Counter(wanted)).total()
-    return 2 * common / (len(words) + len(wanted)) if common else 0.0
+    texts = (text.lower().translate(NO_PUNCTUATION) for text in (answer, reference))
+    words, wanted = (Counter(re.sub(r"\b(a|an|the)\b", " ", text).split()) for text in texts)
+    common = (words & wanted).total()
+    return 2 * common / (words.total() + wanted.total()) if common else 0.0
 
 
 def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
@@ -190,11 +182,6 @@ def code_similarity(answer: str, reference: str, classes: Sequence[str] = ()) ->
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return float(fuzz.ratio(line, reference)) / 100
-
-
-def _words(text: str) -> list[str]:
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", kept).split()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.encode import encode
 from ag.data.templates import TASKS, WITH_CONTEXT, examples
 from ag.engine import EvictionCache
-from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, PromptTask, Sample, Samples, Tags
 from ag.evaluate.tasks.follow import score
 from ag.evaluate.tasks.held_out import held_out
@@ -26,26 +25,15 @@ class MultipleChoice(PromptTask):
     """Accuracy of the likeliest answer, as in "Attention-Gate" (section 4.1) and lm-eval's ``acc``.
 
     The tag ``normalised`` is the accuracy by log-likelihood per character (``acc_norm``). The parts of a sample are its
-    answers' numbers of characters.
-
-    Attributes:
-        question: ``before``: the complete prompt is read before the eviction. ``after``: only its beginning is (the
-            passage of BoolQ, the premise of RTE, the question of MMLU with its choices). This is the default of these
-            three, whose answers have one token. Further tasks have no beginning to evict and refuse ``after``.
+    answers' numbers of characters. If the question is read after the eviction, the prompt is its beginning (the passage
+    of BoolQ, the premise of RTE, the question of MMLU with its choices): the default of these three, whose answers have
+    one token. Further tasks have no beginning to evict.
     """
 
-    question: Literal["after", "before"] = "before"
+    question: Literal["after", "before"] = "before"  # read after or before the eviction
 
     metric: ClassVar[str] = "accuracy"
     unit: ClassVar[str] = "questions"
-
-    def __post_init__(self) -> None:
-        """Check when the question is read."""
-        if self.question == "after" and self.name not in WITH_CONTEXT:
-            raise UserError(
-                f"Task {self.name}: question=after needs a context that is read before the question, and this task has "
-                f"none; only {', '.join(WITH_CONTEXT)}, needles, RULER and LongBench have."
-            )
 
     def identity(self) -> dict[str, Any]:
         """Return the options; ``question`` only for tasks that accept both values, since older results lack it."""
@@ -62,11 +50,11 @@ class MultipleChoice(PromptTask):
         split, location, rows = held_out(self, task.hub, task.folder, splits, task.subset, task.revision)
         for number, example in enumerate(examples(task, rows, location)):
             [group] = encode(tokenizer, [example], question=self.question, every_choice=True)
-            tokens, start = group[0].tokens.tolist(), group[0].response_start
+            tokens, start, end = group[0].tokens.tolist(), group[0].response_start, group[0].prompt_length
             sample = Sample(
                 f"{split}-{number}",
-                tokens[: group[0].prompt_length],
-                question=tokens[group[0].prompt_length : start],
+                tokens[:end],
+                question=tokens[end:start],
                 answers=[row.tokens[row.response_start :].tolist() for row in group],
                 target=example.target,
                 tags={"split": split} | ({"question": "after"} if self.question == "after" else {}),

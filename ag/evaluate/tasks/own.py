@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -20,7 +21,7 @@ from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, PromptTask, Sample, Tags
-from ag.evaluate.tasks.follow import feed, score
+from ag.evaluate.tasks.follow import feed, mean_nats
 from ag.model.chat import runs
 
 
@@ -44,16 +45,12 @@ class Own(PromptTask):
     - ``text``: its last tokens are the answer. A ``.txt`` file is one text.
 
     A context is read and evicted before its question. A row that is longer than the model's context is left out, except
-    a text, which loses its end.
-
-    Attributes:
-        continuation: last tokens of a text, which are its answer.
-        question: ``after``: the context is evicted before its question is read; ``before``: with one question, which is
-            the end of the prompt, as a server reads a request.
+    a text, which loses its end. With ``question=before`` a context has one question, which is the end of the prompt, as
+    a server reads a request.
     """
 
-    continuation: PositiveInt = 64
-    question: Literal["after", "before"] = "after"
+    continuation: PositiveInt = 64  # last tokens of a text, which are its answer
+    question: Literal["after", "before"] = "after"  # read after or before the context is evicted
 
     metric: ClassVar[str] = "nats per token"
     higher_is_better: ClassVar[bool] = False
@@ -64,22 +61,20 @@ class Own(PromptTask):
         """Read the rows; see :meth:`ag.evaluate.tasks.Task.read`."""
         for file in self._files():
             rows = iter(read_file(file))
-            first = next(rows, None)
-            if first is None:
+            if (first := next(rows, None)) is None:
                 continue
-            records, context = itertools.chain([first], rows), "context" in first
-            read = self._questions if context else self._answers
-            for sample in read(tokenizer, records, str(file), max_tokens):
+            read = self._questions if "context" in first else self._answers
+            for sample in read(tokenizer, itertools.chain([first], rows), file, max_tokens):
                 longest = max((len(part.question) + len(part.answer) for part in sample.parts), default=0)
                 if len(sample.prompt) + max(longest, len(sample.target_tokens)) > max_tokens:
                     yield "too long"
-                elif not sample.prompt or not (sample.parts or self.reads_on(sample)):
+                elif not sample.prompt or not self.reads_on(sample):
                     yield "too short"  # nothing is evicted, or nothing is predicted after the eviction
                 else:
                     yield sample
 
     def reads_on(self, sample: Sample) -> bool:
-        """Return whether tokens are read after the prompt; see :meth:`ag.evaluate.tasks.Task.reads_on`."""
+        """Return whether tokens are read after the prompt; see :meth:`Task.reads_on`."""
         return bool(sample.parts) or len(sample.target_tokens) > 1
 
     def answer(
@@ -87,13 +82,12 @@ class Own(PromptTask):
     ) -> tuple[float, Tags]:
         """Return the mean over the answers of their negative log-likelihood per token."""
         if not sample.parts:
-            return _nats(model, cache, last_hidden, sample.target_tokens), {}
+            return mean_nats(model, cache, last_hidden, sample.target_tokens), {}
         nats = []
         for number, part in enumerate(sample.parts, start=1):
             asked = cache if number == len(sample.parts) else copy.deepcopy(cache)
-            device = last_hidden.device
-            after = feed(model, asked, Tensor([part.question]).long().to(device))[:, -1]
-            nats.append(_nats(model, asked, after, part.answer))
+            after = feed(model, asked, torch.tensor([part.question], device=last_hidden.device))[:, -1]
+            nats.append(mean_nats(model, asked, after, part.answer))
         return sum(nats) / len(nats), {}
 
     def _files(self) -> list[Path]:
@@ -105,49 +99,47 @@ class Own(PromptTask):
             raise DataError(f"{path}: expected a file, or a folder of files, that end in {', '.join(ENDINGS)}")
         return files
 
-    def _questions(self, tokenizer: Tokenizer, rows: Iterator[Record], where: str, max_tokens: int) -> Iterator[Sample]:
+    def _questions(self, tokenizer: Tokenizer, rows: Iterator[Record], file: Path, max_tokens: int) -> Iterator[Sample]:
         """Tokenise contexts with questions."""
         start = start_tokens(tokenizer)
         for number, row in enumerate(rows, start=1):
-            location = f"{where} row {number}"
+            location, parts = f"{file} row {number}", []
             check_fields(row, {"context": str}, location)
-            context, parts = start + tokenize(tokenizer, [row["context"]])[0], []
+            context = start + tokenize(tokenizer, [row["context"]])[0]
             for asked in _asked(row, location):
                 text = f"\n\n{asked['question'].strip()}\n"
                 both = start + tokenize(tokenizer, [row["context"] + text])[0]
                 [answer] = tokenize_after(tokenizer, [asked["answer"].strip()])
                 parts.append((divided(context, both), answer))
-            name = f"{Path(where).stem}/{number}"
-            if self.question == "before":
-                if len(parts) > 1:
-                    raise DataError(f"{location} has {len(parts)} questions: question=before reads one a row")
-                [((prompt, question), answer)] = parts
-                yield Sample(name, prompt + question, answers=[answer])
-            else:
+            name = f"{file.stem}/{number}"
+            if self.question == "after":
                 shortest = min((prompt for (prompt, _), _ in parts), key=len)
                 told = [Question([*prompt[len(shortest) :], *question], answer) for (prompt, question), answer in parts]
                 yield Sample(name, shortest, parts=told)
+            elif len(parts) > 1:
+                raise DataError(f"{location} has {len(parts)} questions: question=before reads one a row")
+            else:
+                [((prompt, question), answer)] = parts
+                yield Sample(name, prompt + question, answers=[answer])
 
-    def _answers(self, tokenizer: Tokenizer, rows: Iterator[Record], where: str, max_tokens: int) -> Iterator[Sample]:
+    def _answers(self, tokenizer: Tokenizer, rows: Iterator[Record], file: Path, max_tokens: int) -> Iterator[Sample]:
         """Tokenise texts, chats, and prompts with responses."""
-        first = next(rows)
-        data = SftConfig(name=where)
-        form, records = detect_form(first, data, where), itertools.chain([first], rows)
-        stem = Path(where).stem
+        first, data = next(rows), SftConfig(name=str(file))
+        form, rows = detect_form(first, data, str(file)), itertools.chain([first], rows)
         if form.columns == [data.text_field]:
-            for number, row in enumerate(records, start=1):
-                check_fields(row, {data.text_field: str}, f"{where} row {number}")
+            for number, row in enumerate(rows, start=1):
+                check_fields(row, {data.text_field: str}, f"{file} row {number}")
                 ids = (start_tokens(tokenizer) + tokenize(tokenizer, [row[data.text_field]])[0])[:max_tokens]
                 end = max(0, len(ids) - self.continuation)
-                yield Sample(f"{stem}/{number}", ids[:end], answers=[ids[end:]])
+                yield Sample(f"{file.stem}/{number}", ids[:end], answers=[ids[end:]])
             return
         if form.chat and tokenizer.chat_template is None:
-            raise DataError(f"{where} has messages, and the tokenizer has no chat template: use an instruct model")
-        encoded = encoded_rows(form, data, tokenizer, enumerate(records, start=1), where)
+            raise DataError(f"{file} has messages, and the tokenizer has no chat template: use an instruct model")
+        encoded = encoded_rows(form, data, tokenizer, enumerate(rows, start=1), str(file))
         for number, tokenized in enumerate(encoded, start=1):
             loss, tokens = tokenized.loss, tokenized.tokens.tolist()
             begin, end = (tokenized.response_start, len(tokens)) if loss is None else runs(loss)[-1]
-            yield Sample(f"{stem}/{number}", tokens[:begin], answers=[tokens[begin:end]])
+            yield Sample(f"{file.stem}/{number}", tokens[:begin], answers=[tokens[begin:end]])
 
 
 def _asked(row: Record, location: str) -> Sequence[dict[str, Any]]:
@@ -160,8 +152,3 @@ def _asked(row: Record, location: str) -> Sequence[dict[str, Any]]:
         if not entry["answer"].strip():
             raise DataError(f"{location} has an empty answer: leave the question out, or write an answer")
     return questions
-
-
-def _nats(model: nn.Module, cache: EvictionCache, last_hidden: Tensor, answer: list[int]) -> float:
-    [(log_likelihoods, _)] = score(model, cache, last_hidden, [answer])
-    return -float(log_likelihoods.mean())

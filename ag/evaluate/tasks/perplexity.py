@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.tokens import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, PromptTask, Sample, Samples, Tags, Task
-from ag.evaluate.tasks.follow import distance, feed, score
+from ag.evaluate.tasks.base import LeftOut, Outcome, Outcomes, PositiveInt, PromptTask, Sample, Samples, Tags, Task
+from ag.evaluate.tasks.follow import distance, feed, mean_nats
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.gates.attach import attached_gates
 from ag.gates.gate import AttentionGates
@@ -28,19 +28,12 @@ LETTERS = 32  # characters tokenised per token, more than texts have on average
 
 @dataclass(frozen=True)
 class Documents(Task):
-    """A task on documents.
+    """A task on documents."""
 
-    Attributes:
-        data: hub id, or folder under ``root``. None: PG-19 on the hub, ``corpus`` (``pg19_style`` for books) in a root.
-        subset: configuration name on the hub.
-        split: name of the split. None: test, or validation if there is no test split.
-        text_field: the field that holds a document.
-    """
-
-    data: str | None = None
-    subset: str | None = None
-    split: str | None = None
-    text_field: str = "text"
+    data: str | None = None  # hub id, or folder under root; None: PG-19 on the hub, :attr:`folder` in a root
+    subset: str | None = None  # configuration name on the hub
+    split: str | None = None  # None: test, or validation if there is no test split
+    text_field: str = "text"  # the field that holds a document
 
     metric: ClassVar[str] = "nats per token"
     higher_is_better: ClassVar[bool] = False
@@ -58,15 +51,10 @@ class Documents(Task):
 
 @dataclass(frozen=True)
 class Continuation(Documents, PromptTask):
-    """Perplexity of a document's continuation after its evicted first tokens; one document is one sample.
+    """Perplexity of a document's continuation after its evicted first tokens; one document is one sample."""
 
-    Attributes:
-        prompt: tokens of the prompt.
-        continuation: tokens scored after it.
-    """
-
-    prompt: PositiveInt = 512
-    continuation: PositiveInt = 64
+    prompt: PositiveInt = 512  # tokens
+    continuation: PositiveInt = 64  # tokens scored after it
 
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the documents; see :meth:`ag.evaluate.tasks.Task.read`."""
@@ -83,7 +71,7 @@ class Continuation(Documents, PromptTask):
         self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Return the continuation's mean negative log-likelihood."""
-        return -float(score(model, cache, last_hidden, sample.answers)[0][0].mean()), {}
+        return mean_nats(model, cache, last_hidden, sample.target_tokens), {}
 
 
 @dataclass(frozen=True)
@@ -98,18 +86,12 @@ class Stream(Documents):
     token's pass. The bytes are measured at the end. The tags ``nats@N`` and ``held@N`` are means of nats and kept share
     over the ``bin`` tokens from N on; ``held@end`` is the share at the end. Within the model's context one token of 64
     is compared with a full cache (``kl``, ``same_top1``).
-
-    Attributes:
-        block: tokens of the first forward pass.
-        step: tokens of a later pass, for policies without an interval.
-        tokens: tokens that are read of each book. None: all.
-        bin: tokens of a point of the curve. Differences of policies are also paired by these blocks.
     """
 
-    block: PositiveInt = 512
-    step: PositiveInt = 64
-    tokens: PositiveInt | None = None
-    bin: PositiveInt = 1024
+    block: PositiveInt = 512  # tokens of the first forward pass
+    step: PositiveInt = 64  # tokens of a later pass, for policies without an interval
+    tokens: PositiveInt | None = None  # read of each book; None: all
+    bin: PositiveInt = 1024  # tokens of a point of the curve, and of a block; policies are paired by blocks
 
     folder: ClassVar[str] = "pg19_style"
     unit: ClassVar[str] = "books"
@@ -123,9 +105,7 @@ class Stream(Documents):
         """Return the tokens of a book."""
         return len(sample.prompt) + len(sample.target_tokens)
 
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over books; see :meth:`ag.evaluate.tasks.Task.run`."""
         longest = max(map(self.length, samples), default=0)
         context: int = model.config.get_text_config().max_position_embeddings  # type: ignore[operator, union-attr]
@@ -172,16 +152,15 @@ class Stream(Documents):
     def _score_stream(
         self, model: nn.Module, cache: EvictionCache, last_hidden: Tensor, book: Sample
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Feed the remaining tokens of a book to a cache and score each token.
+        """Feed the remaining tokens of a book to a cache.
 
         Returns:
             NLL of each token, and the kept share after its pass, ``[T]`` float32 on the CPU; and the log-probabilities
             ``[N, V]`` at the first token and each :data:`COMPARED`-th after it.
         """
         nats, compared_log_probs, kept_shares = list[Tensor](), list[Tensor](), list[float]()
-        for tokens in torch.tensor(book.target_tokens, device=last_hidden.device).split(
-            cache.policy.steps or self.step
-        ):
+        remaining = torch.tensor(book.target_tokens, device=last_hidden.device)
+        for tokens in remaining.split(cache.policy.steps or self.step):
             states = feed(model, cache, tokens[None])[0]
             logits = lm_logits(model, torch.cat([last_hidden, states[:-1]])).float()
             nats.append(F.cross_entropy(logits, tokens, reduction="none").cpu())

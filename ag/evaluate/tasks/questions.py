@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.encode import divided
 from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
-from ag.evaluate.tasks.base import PromptTask, Sample, Samples, Tags
+from ag.evaluate.tasks.base import PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy, score
 
 FLOOR = 0.1
@@ -44,17 +43,15 @@ class QuestionTask(PromptTask):
 
     Every right answer is scored under teacher forcing: the tag ``nats`` is the NLL per token of the likeliest one,
     ``hits`` is 1 if each of its tokens is the likeliest. Blank tokens before the first word do not count. Then the
-    model answers greedily, and :meth:`grade` gives the score.
-
-    Attributes:
-        question: ``after``: the context is read and evicted before the question is read. ``before``: the question is
-            the end of the prompt, where a policy can use it.
+    model answers greedily, and :meth:`grade` gives the score. With ``question=before`` the question is the end of the
+    prompt, where a policy can use it.
     """
 
-    question: Literal["after", "before"] = "after"
+    question: Literal["after", "before"] = "after"  # read after or before the context is evicted
 
     #: Whether the model answers. If not, the score is 1 if each token of the right answer is the likeliest.
     generates: ClassVar[bool] = True
+    chance: ClassVar[float | None] = FLOOR
 
     @abstractmethod
     def grade(self, text: str, sample: Sample) -> float:
@@ -64,12 +61,8 @@ class QuestionTask(PromptTask):
         """Return the tokens that end an answer, and its smallest number of tokens."""
         return end_tokens(model, tokenizer.eos_token_id), 0
 
-    def floor(self, samples: Samples) -> float | None:
-        """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
-        return FLOOR
-
     def reads_on(self, sample: Sample) -> bool:
-        """Return whether tokens are read after the prompt; see :meth:`ag.evaluate.tasks.Task.reads_on`."""
+        """Return whether tokens are read after the prompt; see :meth:`Task.reads_on`."""
         return super().reads_on(sample if self.generates else replace(sample, max_new_tokens=0))
 
     def tokenize_sample(
@@ -99,7 +92,7 @@ class QuestionTask(PromptTask):
     def answer(
         self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
-        """Score the right answers, then let the model answer; see :meth:`ag.evaluate.tasks.base.PromptTask.answer`."""
+        """Score the right answers, then let the model answer."""
         tags, scored = dict(sample.tags), []
         for number, answer in enumerate(sample.answers, start=1):  # one by one: memory for one more cache suffices
             used_up = not self.generates and number == len(sample.answers)
@@ -119,11 +112,4 @@ class QuestionTask(PromptTask):
 
 def num_blank_tokens(tokenizer: Tokenizer, answer: list[int]) -> int:
     """Return the number of tokens of an answer before its first word."""
-    blank = itertools.takewhile(lambda token: not str(tokenizer.decode([token])).strip(), answer[:-1])
-    return sum(1 for _ in blank)
-
-
-def share_named(text: str, references: Sequence[str]) -> float:
-    """Return the share of the references that a text contains in any case: RULER's ``string_match_all``."""
-    clean = re.sub(r"[\x00-\x1f]", "\n", text.strip()).lower()
-    return sum(reference.lower() in clean for reference in references) / len(references)
+    return len([*itertools.takewhile(lambda token: not str(tokenizer.decode([token])).strip(), answer[:-1])])

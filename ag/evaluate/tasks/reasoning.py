@@ -18,14 +18,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.rules import prompted
 from ag.data.sources import check_fields
 from ag.data.tokens import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.evaluate.tasks.answers import final_answer, is_equal
-from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, Sample, Samples, Tags, Task
+from ag.evaluate.tasks.base import LeftOut, Outcome, Outcomes, PositiveInt, Sample, Samples, Tags, Task
 from ag.evaluate.tasks.follow import continue_batch, end_tokens, likeliest, padded
 from ag.evaluate.tasks.held_out import held_out
 from ag.evaluate.tasks.questions import FLOOR
@@ -64,23 +64,19 @@ class Problems(Task):
     Policies evict from the prompt, and from the solution by their schedule. In an outcome ``tokens`` counts prompt and
     solution, and ``kept`` is the kept share of both at the end. The tag ``generated`` is the number of the solution's
     tokens, its end token included. ``held`` is the number of tokens in the cache at the end of the solution, as the
-    mean over layers and KV heads, and ``most_held`` the largest number during the solution.
-
-    Attributes:
-        dataset: ``gsm8k`` (Cobbe et al. 2021) or ``math500`` (Hendrycks et al. 2021; the 500 of Lightman et al. 2023).
-        max_new_tokens: largest number of tokens of a solution.
-        batch: number of problems in a batch.
+    mean over layers and KV heads, and ``most_held`` the largest number during the solution. The datasets are ``gsm8k``
+    (Cobbe et al. 2021) and ``math500`` (Hendrycks et al. 2021; the 500 problems of Lightman et al. 2023).
     """
 
     dataset: Literal["gsm8k", "math500"] = "gsm8k"
-    max_new_tokens: PositiveInt = 512
-    batch: PositiveInt = 8
+    max_new_tokens: PositiveInt = 512  # largest number of tokens of a solution
+    batch: PositiveInt = 8  # problems in a batch
 
     unit: ClassVar[str] = "problems"
     #: Whether the model writes each solution with a full cache first.
     needs_full: ClassVar[bool] = False
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Sample | LeftOut]:
+    def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Read the problems; see :meth:`ag.evaluate.tasks.Task.read`."""
         hub, subset, field = DATASETS[self.dataset]
         _, location, rows = held_out(self, hub, self.dataset, ("test",), subset)
@@ -94,9 +90,7 @@ class Problems(Task):
             else:
                 yield Sample(f"{number}", prompt, max_new_tokens=self.max_new_tokens, references=[answer])
 
-    def run(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over samples; see :meth:`ag.evaluate.tasks.Task.run`."""
         device, stop = next(model.parameters()).device, end_tokens(model, tokenizer.eos_token_id)
         full = [policy("full")] if self.needs_full else []
@@ -119,7 +113,7 @@ class Problems(Task):
     def score(
         self,
         model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         cache: EvictionCache,
         last_hidden: Tensor,
         group: Samples,
@@ -141,26 +135,20 @@ class Problems(Task):
 class Reasoning(Problems):
     """Problems whose answers are graded: 1 if the last box has the value of the right answer.
 
-    See :func:`ag.evaluate.tasks.answers.is_equal`. The tag ``answer`` is the content of the box.
-
-    Attributes:
-        temperature: temperature at which tokens are sampled. 0: the likeliest tokens.
-        seed: seed of the samples. The draws of a problem depend neither on its batch nor on the policy.
+    See :func:`ag.evaluate.tasks.answers.is_equal`. The tag ``answer`` is the content of the box. Sampled tokens of a
+    problem depend neither on its batch nor on the policy.
     """
 
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    seed: int = 0
+    temperature: Annotated[float, Field(ge=0)] = 0.0  # at which tokens are sampled; 0: the likeliest tokens
+    seed: int = 0  # of the sampled tokens
 
     metric: ClassVar[str] = "right answers"
-
-    def floor(self, samples: Samples) -> float | None:
-        """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
-        return FLOOR
+    chance: ClassVar[float | None] = FLOOR
 
     def score(
         self,
         model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         cache: EvictionCache,
         last_hidden: Tensor,
         group: Samples,
@@ -193,7 +181,7 @@ class OwnSolutions(Problems):
     def score(
         self,
         model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: Tokenizer,
         cache: EvictionCache,
         last_hidden: Tensor,
         group: Samples,

@@ -113,14 +113,15 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
     check_known(full, [*TASKS, *ALIASES], "task")
     task_class, defaults = TASKS[full]
     check_part(full, task_class, Task)
-    option_names = [f.name for f in fields(task_class) if f.name not in ("name", "root")]
-    if "question" in options and "question" not in option_names:
-        raise UserError(
-            f"Task {name}: question={options['question']} needs a context with a question about it, and this task has "
-            f"none; needles, RULER, LongBench, {', '.join(templates.WITH_CONTEXT)} have."
-        )
     types = get_type_hints(task_class, include_extras=True)
+    option_names = [field.name for field in fields(task_class) if field.name not in ("name", "root")]
+    without_context = task_class is MultipleChoice and full not in templates.WITH_CONTEXT
     for option, value in options.items():
+        if option == "question" and (option not in option_names or (without_context and value == "after")):
+            raise UserError(
+                f"Task {name}: question={value} needs a context with a question about it, and this task has none; "
+                f"needles, RULER, LongBench, {', '.join(templates.WITH_CONTEXT)} have."
+            )
         check_known(option, option_names, f"option of task {name}")
         try:
             TypeAdapter(types[option]).validate_python(value, strict=True)

@@ -13,16 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag import data
 from ag.config import Config
-from ag.config.data import (
-    CutConfig,
-    OwnDataConfig,
-    PackedConfig,
-    PromptConfig,
-    RepeatedConfig,
-    ResponsesConfig,
-    SplitConfig,
-    StoredConfig,
-)
+from ag.config import data as kinds
 from ag.config.recipes import load_config
 from ag.data.rows import Row
 from ag.engine import EvictionCache
@@ -38,16 +29,11 @@ class Responses(PromptTask):
     The tag ``tokens`` is the number of its tokens. The tag ``accuracy`` of multiple-choice questions is 1 if the right
     answer is the likeliest. A row has at most ``max(data.max_length, data.prompt_max + data.continuation)`` tokens; a
     longer prompt loses its left part.
-
-    Attributes:
-        run_folder: a run of ag.fit. None: plain documents in ``root``, or in ``root/documents``.
-        prompt: tokens of each prompt of plain documents. None: the run's number.
-        continuation: tokens scored after each prompt of plain documents. None: the run's number.
     """
 
-    run_folder: str | None = None
-    prompt: PositiveInt | None = None
-    continuation: PositiveInt | None = None
+    run_folder: str | None = None  # a run of ag.fit; None: plain documents in root, or in root/documents
+    prompt: PositiveInt | None = None  # tokens of each prompt of plain documents; None: the run's number
+    continuation: PositiveInt | None = None  # tokens scored after it; None: the run's number
 
     metric: ClassVar[str] = "nats per token"
     higher_is_better: ClassVar[bool] = False
@@ -61,51 +47,44 @@ class Responses(PromptTask):
     @property
     def question(self) -> str | None:
         """``after`` if the run's prompts end before the question."""
-        after = self.run_folder is not None and getattr(self.recipe().data, "question", "before") == "after"
-        return "after" if after else None
+        question = None if self.run_folder is None else getattr(self.recipe().data, "question", None)
+        return "after" if question == "after" else None
 
     def recipe(self) -> Config:
         """Return the run's configuration, or one for plain documents, with the options of this task."""
         if self.run_folder is not None:
             recipe = load_config(Path(self.run_folder) / "config.yaml", Config)
-        elif self.root is None:
+        elif self.root is not None:
+            recipe = Config(data=kinds.SplitConfig(name="documents"))
+        else:
             raise UserError(
                 f"Task {self.name}: nothing to read; give task_options.{self.name}.run_folder=RUN, or root=FOLDER of "
                 "plain documents."
             )
-        else:
-            recipe = Config(data=SplitConfig(name="documents"))
         part = recipe.data
-        if isinstance(part, PackedConfig):
+        if isinstance(part, kinds.PackedConfig):
             raise UserError(
                 f"{self.run_folder}: packed text has no prompts to evict; evaluate with root=FOLDER and no run."
             )
-        if isinstance(part, StoredConfig):
+        if isinstance(part, kinds.StoredConfig):
             part.root = self.root or part.root
-        if isinstance(part, PromptConfig) and self.prompt is not None:
+        if isinstance(part, kinds.PromptConfig) and self.prompt is not None:
             part.prompt_min = part.prompt_max = self.prompt
-        if isinstance(part, CutConfig):
+        if isinstance(part, kinds.CutConfig):
             part.continuation = self.continuation or part.continuation
-        if not isinstance(part, RepeatedConfig | ResponsesConfig):
-            longest_prompt = getattr(part, "prompt_max", CutConfig.prompt_max)
-            part.max_length = max(
-                part.max_length, longest_prompt + getattr(part, "continuation", CutConfig.continuation)
-            )
+        if not isinstance(part, kinds.RepeatedConfig | kinds.ResponsesConfig):
+            longest = [getattr(part, name, getattr(kinds.CutConfig, name)) for name in ("prompt_max", "continuation")]
+            part.max_length = max(part.max_length, sum(longest))
         part.train_samples = 1  # read, and not used
         return recipe
 
     def identity(self) -> dict[str, Any]:
-        """Return the name, and the data settings of the run. The path of the run does not count."""
+        """Return the name, and the data settings of the run, in all keys as earlier versions; no path of the run."""
         recipe = self.recipe()
-        data = asdict(OwnDataConfig()) | asdict(recipe.data)  # all keys, as versions wrote that had one class of data
-        return {"name": self.name, "data": data, "seed": recipe.seed}
+        return {"name": self.name, "data": asdict(kinds.OwnDataConfig()) | asdict(recipe.data), "seed": recipe.seed}
 
     def load(self, tokenizer: Tokenizer, limit: int | None, max_tokens: int) -> Loaded:
-        """Read the rows; see :meth:`ag.evaluate.tasks.Task.load`. A limit of None: the run's number.
-
-        Raises:
-            UserError: the limit reaches into the rows that the run trains on, or see ``Task.load``.
-        """
+        """Read the rows; see :meth:`Task.load`. A limit of None is the run's number, which no limit may exceed."""
         recipe = self.recipe()
         run_samples, recipe.data.val_samples = recipe.data.val_samples, limit or recipe.data.val_samples
         splits = data.read(recipe.data, recipe.seed, tokenizer, max_tokens)
@@ -137,18 +116,15 @@ class Responses(PromptTask):
 def of_rows(name: str, rows: Sequence[Row]) -> Sample:
     """Return the sample of a row, or of the rows of a question, with their shortest prompt.
 
-    If prompts were cut to fit a row, the prompt before the longest answer is the shortest.
+    If prompts were cut to fit a row, the prompt before the longest answer is the shortest. In a chat a response ends
+    with the assistant's first turn.
     """
     shortest = min(rows, key=lambda row: row.response_start)
     prompt, question = np.split(shortest.tokens[: shortest.response_start], [shortest.prompt_length or 0])
-    answers = [row.tokens[row.response_start : _end(row)].tolist() for row in rows]
+    answers = []
+    for row in rows:
+        response = row.tokens[row.response_start :]
+        ends = np.flatnonzero([] if row.loss is None else ~row.loss[row.response_start :])
+        answers.append(response[: ends[0] if len(ends) else None].tolist())
     target = 0 if rows[0].answer is None else rows[0].answer.target
     return Sample(name, prompt.tolist(), question=question.tolist(), answers=answers, target=target)
-
-
-def _end(row: Row) -> int:
-    """Return the end of the response. In a chat it is the end of the assistant's first turn."""
-    if row.loss is None:
-        return len(row.tokens)
-    after = np.flatnonzero(~row.loss[row.response_start :])
-    return row.response_start + int(after[0]) if len(after) else len(row.tokens)

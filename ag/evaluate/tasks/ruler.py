@@ -28,7 +28,7 @@ from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, PositiveInts, Sample, Tags
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
-from ag.evaluate.tasks.questions import SPARE, QuestionTask, TextSample, share_named
+from ag.evaluate.tasks.questions import SPARE, QuestionTask, TextSample
 
 NOISE = (
     "The street is quiet this morning.",
@@ -50,11 +50,11 @@ ONLY = "Answer the question based on the given documents. Give only the answer, 
 
 
 class Variant(NamedTuple):
-    """Length, depth and number of a sample."""
+    """Length in tokens, depth of the needle (0 to 1; None: anywhere), and number within these, of a sample."""
 
-    length: int  # tokens
-    depth: float | None  # of the needle, 0 to 1; None: anywhere
-    repeat: int  # number of the sample within its length and depth, from 0
+    length: int
+    depth: float | None
+    repeat: int
 
     @property
     def location(self) -> str:
@@ -66,23 +66,18 @@ class Variant(NamedTuple):
 class Generated(QuestionTask):
     """A task whose contexts are generated.
 
-    Attributes:
-        lengths: tokens of context and question. A sample lacks less than one unit (sentence, word, document).
-        repeats: samples of each length (and depth); ``limit`` cuts the last repeats.
-        seed: seed of the generator.
-        generate: tokens of the answer, which count in the length, as in RULER. None: the tokens of the right answer and
-            8 more, which do not count in the length.
+    An answer of ``generate`` tokens counts in the length, as in RULER. None: the answer has the tokens of the right one
+    and 8 more, which do not count in the length.
     """
 
-    lengths: PositiveInts = (1024, 2048, 4096)
-    repeats: PositiveInt = 5
-    seed: int = 0
-    generate: PositiveInt | None = None
+    lengths: PositiveInts = (1024, 2048, 4096)  # tokens of context and question; a sample lacks less than one unit
+    repeats: PositiveInt = 5  # samples of each length (and depth); a limit cuts the last repeats
+    seed: int = 0  # of the generator
+    generate: PositiveInt | None = None  # tokens of the answer
 
     metric: ClassVar[str] = "recall"
     unit: ClassVar[str] = "contexts"
-    #: Smallest number of units of a context.
-    min_units: ClassVar[int] = 1
+    min_units: ClassVar[int] = 1  # smallest number of units of a context
 
     @property
     def series(self) -> str:
@@ -91,13 +86,10 @@ class Generated(QuestionTask):
 
     @abstractmethod
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Return the sample whose context has ``size`` units.
+        """Return the sample of a variant whose context has ``size`` units.
 
-        Args:
-            rng: random numbers of this sample, equal for every size. The question is drawn before the filler.
-            material: result of :meth:`material`.
-            variant: length, depth and number of the sample.
-            size: number of units.
+        ``rng`` has equal numbers for every size: the question is drawn before the filler. ``material`` is the result of
+        :meth:`material`.
         """
 
     def material(self, tokenizer: Tokenizer) -> Any:
@@ -108,18 +100,15 @@ class Generated(QuestionTask):
         """Return the largest number of units of a sample. None: any number."""
         return None
 
-    def cells(self) -> Iterator[tuple[int, float | None]]:
-        """Return each (length, depth) of the grid."""
-        return ((length, None) for length in self.lengths)
-
     def grade(self, text: str, sample: Sample) -> float:
-        """Return the share of the references that the text contains."""
-        return share_named(text, sample.references)
+        """Return the share of the references that a text contains in any case: RULER's ``string_match_all``."""
+        clean = re.sub(r"[\x00-\x1f]", "\n", text.strip()).lower()
+        return sum(reference.lower() in clean for reference in sample.references) / len(sample.references)
 
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the samples; see :meth:`ag.evaluate.tasks.Task.read`."""
-        material = self.material(tokenizer)
-        for repeat, (length, depth) in itertools.product(range(self.repeats), self.cells()):
+        material, depths = self.material(tokenizer), getattr(self, "depths", None) or [None]
+        for repeat, length, depth in itertools.product(range(self.repeats), self.lengths, depths):
             variant = Variant(length, depth, repeat)
             fitted = self._fit(tokenizer, material, variant, max_tokens)
             if fitted is None:
@@ -128,7 +117,8 @@ class Generated(QuestionTask):
             tags: Tags = {"length": length, "repeat": repeat} | ({} if depth is None else {"depth": depth})
             name = f"{length}-{variant.location}-{repeat}"
             sample = self.tokenize_sample(tokenizer, name, fitted, tags, self.generate)
-            yield sample if sample.tokens <= max_tokens else "too long"
+            used = len(sample.prompt) + len(sample.question) + sample.max_new_tokens
+            yield sample if used <= max_tokens else "too long"
 
     def _fit(self, tokenizer: Tokenizer, material: Any, variant: Variant, max_tokens: int) -> TextSample | None:
         """Return the largest sample of a length. None: length and answer do not fit the model."""
@@ -146,8 +136,7 @@ class Generated(QuestionTask):
         if variant.length + num_answer > max_tokens:
             return None
         room = variant.length - (self.generate or 0)
-        size = largest(tokens, room, self.min_units, self.max_units(material, variant))
-        if size is None:
+        if (size := largest(tokens, room, self.min_units, self.max_units(material, variant))) is None:
             answer = f" beside {self.generate} tokens of answer" if self.generate else ""
             raise UserError(
                 f"Task {self.name}: lengths={variant.length} has no room for context and question{answer}: the "
@@ -158,17 +147,11 @@ class Generated(QuestionTask):
 
 @dataclass(frozen=True)
 class Haystack(Generated):
-    """A task that hides something in a text.
+    """A task that hides something in a text."""
 
-    Attributes:
-        haystack: ``text``: real text; ``noise``: a filler of five sentences.
-        data: source of the texts: hub id, or folder under ``root``. None: PG-19 on the hub, ``pg19_style`` in a root.
-        text_field: the field that holds a text.
-    """
-
-    haystack: Literal["noise", "text", "needles"] = "text"
-    data: str | None = None
-    text_field: str = "text"
+    haystack: Literal["noise", "text", "needles"] = "text"  # noise: a filler of five sentences; text: real text
+    data: str | None = None  # of the texts: hub id, or folder under root; None: PG-19 on the hub, pg19_style in a root
+    text_field: str = "text"  # the field that holds a text
 
     def material(self, tokenizer: Tokenizer) -> Any:
         """Return the sentences of each text. None: the filler."""
@@ -189,27 +172,20 @@ class Haystack(Generated):
 class Needles(Haystack):
     """Keys with secret values. The score is the share of the asked keys' values that the answer names.
 
-    Attributes:
-        haystack: ``noise``: a filler of five sentences; ``text``: real text; ``needles``: facts about other keys.
-        keys: number of keys in the haystack, including the keys of the question.
-        values: number of values of each key.
-        queries: number of keys in the question.
-        key: kind of the keys: ``noun``, ``word`` (adjective and noun) or ``uuid``.
-        value: kind of the values: ``number`` or ``uuid``.
-        digits: digits of a number.
-        depths: places of the first needle: 0 is the start of the haystack, 1 its end. None: anywhere.
-        hint: announce the needles before the haystack.
+    A haystack of ``needles`` is facts about other keys. A ``word`` is an adjective and a noun. Depth 0 is the start of
+    the haystack, 1 its end.
     """
 
     haystack: Literal["noise", "text", "needles"] = "noise"
-    keys: PositiveInt = 1
-    values: PositiveInt = 1
-    queries: PositiveInt = 1
+    keys: PositiveInt = 1  # in the haystack, including the keys of the question
+    values: PositiveInt = 1  # of each key
+    queries: PositiveInt = 1  # keys in the question
     key: Literal["noun", "word", "uuid"] = "noun"
     value: Literal["number", "uuid"] = "number"
-    digits: Digits = 7
+    digits: Digits = 7  # of a number
+    #: Places of the first needle; None: anywhere.
     depths: Annotated[Sequence[Annotated[int | float, Field(ge=0, le=1)]], Field(min_length=1)] | None = None
-    hint: bool = True
+    hint: bool = True  # announce the needles before the haystack
 
     unit: ClassVar[str] = "haystacks"
 
@@ -223,12 +199,8 @@ class Needles(Haystack):
         enough = f"enough for keys * values = {drawn} different numbers, and not {numbers}: give more digits"
         require(self, "digits", self.value == "uuid" or drawn <= numbers, enough)
 
-    def cells(self) -> Iterator[tuple[int, float | None]]:
-        """Return each (length, depth)."""
-        return itertools.product(self.lengths, [None] if self.depths is None else self.depths)
-
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw keys, values and places, then the hay; see :meth:`Generated.build`."""
+        """Draw keys, values and places, then the hay."""
         keys = draw_distinct(rng, self.key, self.keys)
         values = draw_distinct(rng, self.value, self.keys * self.values, self.digits)
         end = "\n" if self.haystack == "needles" else ""
@@ -243,15 +215,14 @@ class Needles(Haystack):
                 hay.append(self.needle(key, draw(rng, self.value, self.digits)) + end)
         intro = f"{self.intro()}\n\n" if self.hint else ""
         references = values[: self.queries * self.values]
-        context = intro + join(insert_needles(hay, needles, fractions))
+        context = intro + join(hay, needles, fractions)
         question = f"\n\n{self.ask(keys[: self.queries])}"
         return TextSample(context, question, references, [" " + ", ".join(references)])
 
     def needle(self, key: str, value: str) -> str:
         """Return the sentence with a value of a key."""
-        if self.values == 1:
-            return f"The secret {self._noun} of the {key} is {value}."
-        return f"One of the secret {self._noun}s of the {key} is {value}."
+        subject = f"The secret {self._noun}" if self.values == 1 else f"One of the secret {self._noun}s"
+        return f"{subject} of the {key} is {value}."
 
     def intro(self) -> str:
         """Return the text before the haystack."""
@@ -261,14 +232,12 @@ class Needles(Haystack):
 
     def ask(self, keys: Sequence[str]) -> str:
         """Return the question, with the beginning of the answer."""
-        names = [f"the {key}" for key in keys]
-        owners = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        if len(keys) * self.values == 1:
-            subject = f"secret {self._noun} of {owners}"
-            return f"Question: What is the {subject}?\nAnswer: The {subject} is"
-        subject = f"secret {self._noun}s of {owners}"
+        *first, last = (f"the {key}" for key in keys)
+        owners = f"{', '.join(first)} and {last}" if first else last
+        plural, verb = ("", "is") if len(keys) * self.values == 1 else ("s", "are")
+        subject = f"secret {self._noun}{plural} of {owners}"
         count_text = f"all {self.values} " if self.values > 1 else "the "
-        return f"Question: What are {count_text}{subject}?\nAnswer: The {subject} are"
+        return f"Question: What {verb} {count_text}{subject}?\nAnswer: The {subject} {verb}"
 
     @property
     def _noun(self) -> str:
@@ -302,17 +271,11 @@ class ExactNeedle(OneNeedle):
 
 @dataclass(frozen=True)
 class Variables(Generated):
-    """Variables are set to a number or to each other. The score is the named share of the variables with the number.
+    """Variables are set to a number or to each other. The score is the named share of the variables with the number."""
 
-    Attributes:
-        chains: number of values. One value is asked for.
-        hops: number of variables that each value is copied to.
-        example: whether a solved sample, with shorter names, is put first.
-    """
-
-    chains: PositiveInt = 2
-    hops: PositiveInt = 3
-    example: bool = False
+    chains: PositiveInt = 2  # values; one is asked for
+    hops: PositiveInt = 3  # variables that each value is copied to
+    example: bool = False  # whether a solved sample, with shorter names, is put first
 
     def material(self, tokenizer: Tokenizer) -> dict[int, int]:
         """Return the number of filler sentences in the example, by length."""
@@ -325,7 +288,7 @@ class Variables(Generated):
         return {n: largest(tokens, min(EXAMPLE, n // 4), 0) or 0 for n in self.lengths}
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw the example, the chains and their places; see :meth:`Generated.build`."""
+        """Draw the example, the chains and their places."""
         example = f"{solved(self._text_sample(rng, 3, material[variant.length]))}\n\n" if self.example else ""
         text_sample = self._text_sample(rng, 5, size)
         return text_sample._replace(context=example + text_sample.context)
@@ -340,7 +303,7 @@ class Variables(Generated):
         intro = "The following text sets variables to numbers and to each other. Keep track of them."
         question = f"Question: Which {length} variables have the value {values[0]}?"
         lead = f"Answer: {length} variables have the value {values[0]}, they are:"
-        context = f"{intro}\n\n{join(insert_needles(noise(size), needles, fractions))}"
+        context = f"{intro}\n\n{join(noise(size), needles, fractions)}"
         return TextSample(context, f"\n\n{question}\n{lead}", chains[0], [" " + ", ".join(chains[0])])
 
 
@@ -354,7 +317,7 @@ class CommonWords(Generated):
     unit: ClassVar[str] = "lists"
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw the example and the words, ``size`` of them uncommon; see :meth:`Generated.build`."""
+        """Draw the example and the words, ``size`` of them uncommon."""
         short = variant.length < SHORT
         example = self._text_sample(rng, (20 if short else 40) - COMMON, (3, 1) if short else (10, 3))
         text_sample = self._text_sample(rng, size, (6, 1) if short else (30, 3))
@@ -380,7 +343,7 @@ class FrequentWords(Generated):
     min_units: ClassVar[int] = 56  # from this size on the fourth rank is more frequent than the fifth
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw the words, and give each its share of ``size``; see :meth:`Generated.build`."""
+        """Draw the words, and give each its share of ``size``."""
         vocabulary = max(4, (variant.length - (self.generate or 0)) // 50)
         words = draw_distinct(rng, "code", vocabulary - 1, 6)
         counts = zeta_counts(size, vocabulary)
@@ -402,11 +365,7 @@ class Item(NamedTuple):
     same_article: list[int]  # of further documents of the article, which are drawn first
 
 
-class Corpus(NamedTuple):
-    """All documents and the questions about them."""
-
-    documents: list[str]
-    items: list[Item]
+Corpus = tuple[list[str], list[Item]]  # all documents, and the questions about them
 
 
 @dataclass(frozen=True)
@@ -430,25 +389,25 @@ class DocumentQA(Generated):
         hub, folder, subset = SOURCES[self.name]
         _, location, rows = held_out(self, hub, folder, ("validation",), subset)
         corpus = (squad if self.name == "qa_1" else hotpot)(rows, location)
-        if not corpus.items:
+        if not corpus[1]:
             raise UserError(f"Task {self.name}: {location} has no question with an answer.")
         return corpus
 
     def max_units(self, material: Any, variant: Variant) -> int:
         """Return the number of documents without the question's own."""
-        return len(material.documents) - len(self._item(material, variant).gold)
+        return len(material[0]) - len(self._item(material, variant).gold)
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw ``size`` other documents and shuffle all; see :meth:`Generated.build`."""
-        item = self._item(material, variant)
+        """Draw ``size`` other documents and shuffle all."""
+        documents, item = material[0], self._item(material, variant)
         same_article = list(item.same_article)
         rng.shuffle(same_article)
         draws, chosen = random.Random(rng.random()), dict.fromkeys(item.gold + same_article[:size])
         while len(chosen) < len(item.gold) + size:
-            chosen[draws.randrange(len(material.documents))] = None
+            chosen[draws.randrange(len(documents))] = None
         order = list(chosen)
         rng.shuffle(order)
-        listed = [f"Document {i}:\n{material.documents[index]}" for i, index in enumerate(order, start=1)]
+        listed = [f"Document {i}:\n{documents[index]}" for i, index in enumerate(order, start=1)]
         context = f"{ONLY}\n\nThe following are given documents.\n\n" + "\n\n".join(listed)
         right = [f" {answer}" for answer in item.answers]
         return TextSample(context, f"\n\n{ONLY}\n\nQuestion: {item.question}\nAnswer:", item.answers, right)
@@ -458,44 +417,42 @@ class DocumentQA(Generated):
         return float(any(reference.lower() in text.lower() for reference in sample.references))
 
     def _item(self, material: Corpus, variant: Variant) -> Item:
-        return material.items[(self.first + variant.repeat) % len(material.items)]
+        return material[1][(self.first + variant.repeat) % len(material[1])]
 
 
 def squad(rows: Iterable[Record], location: str) -> Corpus:
     """Read SQuAD without its unanswerable questions, but with their paragraphs."""
-    documents: dict[str, int] = {}
-    articles: dict[str, list[int]] = {}
-    questions: list[tuple[str, list[str], int, str]] = []
+    documents, articles = dict[str, int](), dict[str, dict[int, None]]()
+    questions: list[tuple[Record, list[str], int]] = []
     fields: dict[str, type | tuple[type, ...]] = {"title": str, "context": str, "question": str, "answers": dict}
     for row_number, row in enumerate(rows, start=1):
         check_fields(row, fields, f"{location} row {row_number}")
         index = documents.setdefault(row["context"], len(documents))
-        if index not in articles.setdefault(row["title"], []):
-            articles[row["title"]].append(index)
-        answers = list(dict.fromkeys(row["answers"].get("text", [])))
-        if answers:
-            questions.append((row["question"], answers, index, row["title"]))
-    items = [Item(q, answers, [i], [other for other in articles[t] if other != i]) for q, answers, i, t in questions]
-    return Corpus(list(documents), items)
+        articles.setdefault(row["title"], {})[index] = None
+        if answers := list(dict.fromkeys(row["answers"].get("text", []))):
+            questions.append((row, answers, index))
+    return list(documents), [
+        Item(row["question"], answers, [index], [other for other in articles[row["title"]] if other != index])
+        for row, answers, index in questions
+    ]
 
 
 def hotpot(rows: Iterable[Record], location: str) -> Corpus:
     """Read HotpotQA with its distractors. All paragraphs of a question are its own."""
-    documents: dict[str, int] = {}
-    items = []
+    documents, items = dict[str, int](), []
     for row_number, row in enumerate(rows, start=1):
         row_location = f"{location} row {row_number}"
         check_fields(row, {"question": str, "answer": str, "context": dict}, row_location)
         try:
-            paired = list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))
+            paired = zip(row["context"]["title"], row["context"]["sentences"], strict=True)
             texts = [f"{title}\n{''.join(sentences)}" for title, sentences in paired]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"{row_location}: context has no titles with sentences, as on the hub: {error!r}"
             ) from error
-        gold = [documents.setdefault(text, len(documents)) for text in texts]
-        items.append(Item(row["question"], [row["answer"]], list(dict.fromkeys(gold)), []))
-    return Corpus(list(documents), items)
+        gold = dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts)
+        items.append(Item(row["question"], [row["answer"]], list(gold), []))
+    return list(documents), items
 
 
 def largest(tokens: Callable[[int], int], room: int, low: int, high: int | None = None) -> int | None:
@@ -527,13 +484,15 @@ def sample_depths(rng: random.Random, count: int) -> list[float]:
 
 def noise(count: int) -> list[str]:
     """Return sentences of the filler, repeated; each repetition is a line."""
-    ends = ("",) * (len(NOISE) - 1) + ("\n",)
-    return [NOISE[i % len(NOISE)] + ends[i % len(NOISE)] for i in range(count)]
+    return [NOISE[i % len(NOISE)] + "\n" * (i % len(NOISE) == len(NOISE) - 1) for i in range(count)]
 
 
-def join(sentences: Sequence[str]) -> str:
-    """Join sentences with spaces, but without a space after a line break."""
-    return "".join(sentence if sentence.endswith("\n") else sentence + " " for sentence in sentences).rstrip()
+def join(sentences: Sequence[str], needles: Sequence[str] = (), fractions: Sequence[float] = ()) -> str:
+    """Join sentences, each needle at its fraction of them, with spaces, but without a space after a line break."""
+    joined = list(sentences)
+    for fraction, needle in sorted(zip(fractions, needles, strict=True), reverse=True):
+        joined.insert(round(fraction * len(sentences)), needle)
+    return "".join(sentence if sentence.endswith("\n") else sentence + " " for sentence in joined).rstrip()
 
 
 def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]:
@@ -542,14 +501,6 @@ def interleave(rng: random.Random, chains: Sequence[Sequence[str]]) -> list[str]
     rng.shuffle(turns)
     left = [iter(chain) for chain in chains]
     return [next(left[i]) for i in turns]
-
-
-def insert_needles(hay: Sequence[str], needles: Sequence[str], fractions: Sequence[float]) -> list[str]:
-    """Insert each needle at its fraction of the haystack."""
-    sentences = list(hay)
-    for fraction, needle in sorted(zip(fractions, needles, strict=True), reverse=True):
-        sentences.insert(round(fraction * len(hay)), needle)
-    return sentences
 
 
 def assignments(chain: Sequence[str], value: str) -> list[str]:

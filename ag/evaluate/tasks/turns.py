@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,41 +17,24 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.tokens import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
-from ag.evaluate.tasks.base import Outcome, PositiveInt, Sample, Samples, by_part
+from ag.evaluate.tasks import ruler
+from ag.evaluate.tasks.base import Outcome, Outcomes, PositiveInt, Sample, Samples, by_part
 from ag.evaluate.tasks.follow import distance, feed_texts
 from ag.evaluate.tasks.questions import TextSample, num_blank_tokens
-from ag.evaluate.tasks.ruler import (
-    Digits,
-    Haystack,
-    Variant,
-    assignments,
-    draw_distinct,
-    insert_needles,
-    interleave,
-    join,
-    sample_depths,
-    sample_sentences,
-)
+from ag.evaluate.tasks.ruler import Digits, Haystack, Variant
 from ag.model.structure import lm_logits
 
+Text = TypeVar("Text", str, list[int])
 QUESTION_KINDS = ("key", "key", "latest", "updated", "variable", "variable")  # of the questions of a conversation
 
 
-class Turn(NamedTuple):
-    """One of several questions over a context, as text."""
+class Turn(NamedTuple, Generic[Text]):
+    """One of several questions over a context, as text or as tokens."""
 
-    kind: str  # one of KINDS
-    question: str  # text before the answer; its end is the beginning of the answer
-    answer: str  # with the space that separates it from the question
-
-
-class TurnTokens(NamedTuple):
-    """A turn as tokens."""
-
-    kind: str  # one of KINDS
-    question: list[int]  # tokens before the answer
-    answer: list[int]
-    first: int  # index of the first scored token of the answer, after blanks
+    kind: str  # one of QUESTION_KINDS
+    question: Text  # what stands before the answer; its end is the beginning of the answer
+    answer: Text  # with the space that separates it from the question
+    first: int = 0  # index of the first scored token of the answer, after blanks
 
 
 @dataclass(frozen=True)
@@ -61,51 +44,39 @@ class Turns(Haystack):
     The context hides numbers: of keys, of a key whose number changes twice, and of variables that are set to each
     other. Two questions ask for a ``key``, two for a ``variable``, one for the ``latest`` number of a key, and one
     for a number that an earlier turn ``updated``. Their order is drawn. The update is the beginning of a turn
-    before its question.
+    before its question, or of its question if questions are read apart.
 
     A policy evicts from the context. Then the turns are read, each question with its right answer: all policies read
-    equal turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest.
-
-    Tags by ``turn`` and by ``kind`` of question: see :func:`ag.evaluate.tasks.base.by_part`. The parts of a sample are
-    its turns as tokens, and its question is all of them.
-
-    Attributes:
-        apart: read each question alone, with a copy of the cache after the context. An update then stands right before
-            its question. Contexts and questions do not depend on this option.
-        hops: number of variables that a number is copied to.
-        digits: digits of a number.
+    equal turns. Nothing is generated: an answer is exact if each of its tokens is the likeliest. There are tags by
+    ``turn`` and by ``kind`` of question. The parts of a sample are its turns as tokens, its question is all of them.
     """
 
     question: Literal["after"] = "after"
     generate: None = None
     haystack: Literal["text", "noise"] = "text"
-    apart: bool = False
-    hops: PositiveInt = 1
-    digits: Digits = 5
+    apart: bool = False  # read each question alone, with a copy of the cache after the context
+    hops: PositiveInt = 1  # variables that a number is copied to
+    digits: Digits = 5  # of a number
 
     metric: ClassVar[str] = "exact match"
     unit: ClassVar[str] = "conversations"
     generates: ClassVar[bool] = False
-
-    @property
-    def series(self) -> str:
-        """Name of the samples, which do not depend on ``apart``."""
-        return "turns"
+    series: ClassVar[str] = "turns"  # samples do not depend on ``apart``
 
     def build(self, rng: random.Random, material: Any, variant: Variant, size: int) -> TextSample:
-        """Draw the facts, the turns and the places, then the text around them; see :meth:`Generated.build`."""
+        """Draw the facts, the turns and the places, then the text around them."""
         question_kinds = rng.sample(QUESTION_KINDS, len(QUESTION_KINDS))
         while question_kinds[0] == "updated":
             rng.shuffle(question_kinds)
         update_turn = rng.randrange(question_kinds.index("updated"))  # the turn with the new number
-        keys = iter(draw_distinct(rng, "noun", len(QUESTION_KINDS)))
-        values = iter(draw_distinct(rng, "number", 2 * len(QUESTION_KINDS), self.digits))
-        names = iter(draw_distinct(rng, "name", 2 * (self.hops + 1), 3))
-        chains, turns, update = [], list[Turn](), ""
+        keys = iter(ruler.draw_distinct(rng, "noun", len(QUESTION_KINDS)))
+        values = iter(ruler.draw_distinct(rng, "number", 2 * len(QUESTION_KINDS), self.digits))
+        names = iter(ruler.draw_distinct(rng, "name", 2 * (self.hops + 1), 3))
+        chains, turns, update = [], list[Turn[str]](), ""
         for kind in question_kinds:
             if kind == "variable":
                 chain, value = [next(names) for _ in range(self.hops + 1)], next(values)
-                chains.append(assignments(chain, value))
+                chains.append(ruler.assignments(chain, value))
                 asks, lead = f"What is the value of VAR {chain[-1]}", f"VAR {chain[-1]} ="
             else:
                 owner, value = f"The secret number of the {next(keys)}", next(values)
@@ -121,9 +92,8 @@ class Turns(Haystack):
                 chains.append(chain)
                 asks, lead = f"What is t{owner[1:]}{now_text}", f"{owner} is{now_text}"
             turns.append(Turn(kind, f"Question: {asks}?\nAnswer: {lead}", f" {value}"))
-        needles = interleave(rng, chains)
-        sentences = sample_sentences(rng, material, size)
-        context = join(insert_needles(sentences, needles, sorted(sample_depths(rng, len(needles)))))
+        needles, sentences = ruler.interleave(rng, chains), ruler.sample_sentences(rng, material, size)
+        context = ruler.join(sentences, needles, sorted(ruler.sample_depths(rng, len(needles))))
 
         def question_text(number: int, apart: bool) -> str:
             stop = "." if number and not apart else ""  # after the previous answer
@@ -136,17 +106,15 @@ class Turns(Haystack):
 
     def sample_fields(self, tokenizer: Tokenizer, text_sample: TextSample, context: list[int]) -> dict[str, Any]:
         """Return context and turns as tokens."""
-        question_kinds, questions, answer_texts = zip(*text_sample.parts, strict=True)
-        answers = tokenize_after(tokenizer, answer_texts)
-        num_blank = [num_blank_tokens(tokenizer, answer) for answer in answers]
-        turns = list(map(TurnTokens, question_kinds, tokenize_after(tokenizer, questions), answers, num_blank))
-        question = [token for turn in turns for token in turn.question + turn.answer]
-        return {"prompt": context, "question": question, "answers": [], "max_new_tokens": 0, "parts": turns}
+        turns = []
+        for turn in text_sample.parts:
+            question, answer = tokenize_after(tokenizer, [turn.question, turn.answer])
+            turns.append(Turn(turn.kind, question, answer, num_blank_tokens(tokenizer, answer)))
+        tokens = [token for turn in turns for token in turn.question + turn.answer]
+        return {"prompt": context, "question": tokens, "answers": [], "max_new_tokens": 0, "parts": turns}
 
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
-        """Run policies over conversations; see :meth:`ag.evaluate.tasks.Task.run`."""
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
+        """Run policies over conversations; see :meth:`Task.run`."""
         device = next(model.parameters()).device
         for sample in samples:
             caches = read_prompt(model, [policy("full"), *policies], torch.tensor([sample.prompt], device=device))
@@ -169,14 +137,12 @@ class Turns(Haystack):
         """
         rows = [[turn] for turn in sample.parts] if self.apart else [sample.parts]
         texts = [[token for turn in turns for token in turn.question + turn.answer][:-1] for turns in rows]
-        states = feed_texts(model, cache, texts)
         answer_states = list[Tensor]()  # states that predict the answers
-        for turns, sequence_states in zip(rows, states, strict=True):
-            start = 0
+        for turns, states in zip(rows, feed_texts(model, cache, texts), strict=True):
+            end = -1
             for turn in turns:
-                start += len(turn.question)
-                answer_states.append(sequence_states[start - 1 : start - 1 + len(turn.answer)])
-                start += len(turn.answer)
+                start, end = end + len(turn.question), end + len(turn.question) + len(turn.answer)
+                answer_states.append(states[start:end])
         return lm_logits(model, torch.cat(answer_states)).float().log_softmax(-1)
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.problems import ANY, KINDS, PACKAGE, answer_of, encode, generate, package_version
 from ag.engine import EvictionCache, Policy, read_prompt
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, Outcome, PositiveInt, Sample, Samples, Task
+from ag.evaluate.tasks.base import LeftOut, Outcome, Outcomes, PositiveInt, Sample, Samples, Task
 from ag.evaluate.tasks.follow import continue_batch, end_tokens, padded
 from ag.evaluate.tasks.questions import FLOOR
 
@@ -30,25 +30,18 @@ class Worked(Task):
 
     In an outcome ``tokens`` counts prompt and solution, and ``kept`` is the kept share of both at the end. The only
     part of a sample is its problem.
-
-    Attributes:
-        kind: kind of the problems; ``worked`` draws one of three for each problem.
-        problems: number of problems.
-        solution_min: smallest number of tokens of a right solution, with SmolLM2's tokenizer.
-        solution_max: largest number of these tokens.
-        batch: number of problems in a batch.
-        seed: seed of the generator.
     """
 
-    kind: str = ANY
-    problems: PositiveInt = 200
-    solution_min: Annotated[int, Field(ge=20)] = 200
-    solution_max: PositiveInt = 400
-    batch: PositiveInt = 16
-    seed: int = 0
+    kind: str = ANY  # of the problems; worked draws one of three for each problem
+    problems: PositiveInt = 200  # number of problems
+    solution_min: Annotated[int, Field(ge=20)] = 200  # fewest tokens of a right solution, with SmolLM2's tokenizer
+    solution_max: PositiveInt = 400  # most of these tokens
+    batch: PositiveInt = 16  # problems in a batch
+    seed: int = 0  # of the generator
 
     metric: ClassVar[str] = "exact match"
     unit: ClassVar[str] = "problems"
+    chance: ClassVar[float | None] = FLOOR
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -61,31 +54,22 @@ class Worked(Task):
         package = {PACKAGE: package_version()} if self.kind == "chain_sum" else {}
         return super().identity() | package
 
-    def floor(self, samples: Samples) -> float | None:
-        """Return 0.1; see :meth:`ag.evaluate.tasks.Task.floor`."""
-        return FLOOR
-
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the problems; see :meth:`ag.evaluate.tasks.Task.read`."""
         for index in range(self.problems):
             problem = generate(self.seed, "test", index, self.solution_min, self.solution_max, self.kind)
             [row] = encode(tokenizer, [problem], 1 << 20)
-            tokens, length = row.tokens.tolist(), row.prompt_length or 0
-            max_new_tokens = len(tokens) - length + SPARE
-            if length + max_new_tokens > max_tokens:
-                yield "too long"
-            else:
-                yield Sample(f"{problem.kind}-{index}", tokens[:length], max_new_tokens=max_new_tokens, parts=[problem])
+            prompt, longest = row.tokens[: row.prompt_length].tolist(), len(row.tokens) + SPARE
+            most = longest - len(prompt)
+            sample = Sample(f"{problem.kind}-{index}", prompt, max_new_tokens=most, parts=[problem])
+            yield sample if longest <= max_tokens else "too long"
 
-    def run(
-        self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples
-    ) -> Iterator[tuple[int, Outcome]]:
+    def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over samples; see :meth:`ag.evaluate.tasks.Task.run`."""
         device, stop = next(model.parameters()).device, end_tokens(model, tokenizer.eos_token_id)
         for start in range(0, len(samples), self.batch):
             group = samples[start : start + self.batch]
             caches = read_prompt(model, policies, *padded([sample.prompt for sample in group], device))
-            outcomes: list[tuple[int, Outcome]] = []
             for index in range(len(policies)):
                 cache, last_hidden = caches.pop(0)  # freed before the next policy generates
                 begin = time.perf_counter()
@@ -98,9 +82,7 @@ class Worked(Task):
                 for sample, (_, tokens, size, over) in zip(group, sorted(written), strict=True):
                     [problem], answer = sample.parts, answer_of(str(tokenizer.decode(tokens, skip_special_tokens=True)))
                     tags = {"kind": problem.kind, "generated": len(tokens), "answer": answer}
-                    score = float(answer == problem.answer)
-                    outcomes.append((index, Outcome(sample.id, score, *size, seconds, tags, over)))
-            yield from outcomes
+                    yield index, Outcome(sample.id, float(answer == problem.answer), *size, seconds, tags, over)
 
 
 def sequence_usage(cache: EvictionCache, sequence: int) -> tuple[int, float, int]:

@@ -24,8 +24,8 @@ from ag.evaluate.comparison import figures, work
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import ROWS
-from ag.evaluate.comparison.progress import ComparisonProgress
 from ag.evaluate.comparison.tables import printed
+from ag.evaluate.comparison.work import ComparisonProgress
 from ag.gates import export
 from ag.gates.calibration import Calibration
 from tests.evaluate.conftest import lines, without_charts, words

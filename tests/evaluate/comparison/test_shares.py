@@ -102,7 +102,9 @@ def mixed():
 
 def test_unequal_shares_are_never_paired(mixed, no_charts):
     comparison = of(mixed)
-    assert [one.label for one in at_budget(comparison.results, "0.25")] == ["mine", "h2o", "fitting"]
+    compared, others = at_budget(comparison.results, "0.25")
+    assert [one.label for one in compared] == ["mine", "h2o", "fitting"]
+    assert [(one.label, other.label) for one, other in others] == [("snapkv", "mine"), ("flags", "mine")]
     verdict = find_verdict(comparison, "ppl", "0.25")
     assert (verdict.best.label, verdict.rival.label) == ("fitting", "h2o")
     assert uncompared_results(comparison) == [
