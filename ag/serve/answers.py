@@ -54,10 +54,10 @@ class CompletionStream:
         self._prompt_tokens = sum(len(prompt.request.tokens) for prompt in prompts)
         self._num_tokens = [0] * len(self._prompts)  # by completion
         self._submitted_at, self._id, self._scheduler = time.monotonic(), request_id.get(), scheduler
-        self._failed = False  # whether an error ended the completions
         self._metrics, self._loop = metrics, asyncio.get_running_loop()
         self._last_token_at = [self._submitted_at] * len(self._prompts)  # time of the last token, by completion
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._failed = False  # whether an error ended the completions
         self._streams: list[Stream] = []
         try:
             for prompt in prompts:

@@ -6,10 +6,7 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,7 +24,7 @@ class Entrance:
 
     Args:
         config: has the key, and the limit of bodies.
-        max_open: largest number of open requests. A request is open until its response was sent.
+        max_open: largest number of open requests. A request is open until its response was sent or its client has left.
     """
 
     def __init__(self, config: ServeConfig, max_open: int) -> None:
@@ -59,11 +56,10 @@ class Entrance:
 
             try:
                 self._check_key(http)
-                if scope["method"] != "POST":
-                    await app(scope, receive, send_with_id)
+                if http.method == "POST":
+                    await self._post(app, http, send_with_id)
                 else:
-                    with self._opened():
-                        await _until_client_leaves(app, http, await self._body(http), send_with_id)
+                    await app(scope, receive, send_with_id)
             except Exception as error:
                 if has_started:
                     raise
@@ -74,22 +70,35 @@ class Entrance:
     def _check_key(self, http: Request) -> None:
         if not self._config.api_key or http.scope["path"] in OPEN_PATHS:
             return
-        scheme, key = get_authorization_scheme_param(http.headers.get("authorization"))
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
         is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._config.api_key.encode())
         if scheme.lower() != "bearer" or not is_right:
             message = "expected the header Authorization: Bearer KEY with this server's key."
             raise ApiError(401, message, code="invalid_api_key")
 
-    @contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Count a request as open until its response is sent, or its client has disconnected."""
+    async def _post(self, app: ASGIApp, http: Request, send: Send) -> None:
+        """Let an app answer a request with a body, and cancel that if the client disconnects."""
         if self.open >= self._max_open:
             raise QueueFullError(f"{self._max_open} requests are open, the limit of this server: try again later.")
         self.open += 1
+        tasks: list[asyncio.Future[object]] = []
         try:
-            yield
+            messages: list[Message] = [{"type": "http.request", "body": await self._body(http)}]
+
+            async def receive() -> Message:
+                return messages.pop() if messages else await http.receive()
+
+            answering = asyncio.ensure_future(app(http.scope, receive, send))
+            leaving = asyncio.ensure_future(http.receive())  # behind the body only the disconnect comes
+            tasks += [answering, leaving]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
         finally:
             self.open -= 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _body(self, http: Request) -> bytes:
         """Read the body of a request.
@@ -117,22 +126,3 @@ class Entrance:
         if length > limit:
             raise ApiError(413, f"the body has more than {limit} bytes: expected at most {limit}.")
         return bytes(body)
-
-
-async def _until_client_leaves(app: ASGIApp, http: Request, body: bytes, send: Send) -> None:
-    """Let an app answer a request with this body, and cancel that if the client disconnects."""
-    messages: list[Message] = [{"type": "http.request", "body": body}]
-
-    async def receive() -> Message:
-        return messages.pop() if messages else await http.receive()
-
-    answering = asyncio.ensure_future(app(http.scope, receive, send))
-    leaving = asyncio.ensure_future(http.receive())  # behind the body only the disconnect comes
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            answering.result()
-    finally:
-        answering.cancel()
-        leaving.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)

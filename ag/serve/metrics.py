@@ -11,8 +11,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ag.serve.request import Request
 from ag.serve.snapshot import Snapshot
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # upper bounds of the histograms' bins
-COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)  # upper bounds of the bins of completions per prompt
+# upper bounds of the histograms' bins
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
+TOKENS = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
+
 REASONS = ("stop", "length", "cancelled", "timeout", "error")
 
 
@@ -32,7 +35,7 @@ class Metrics:
         def histogram(name: str, text: str, bins: Any) -> Histogram:
             return Histogram(name, text, buckets=bins, registry=self.registry)
 
-        tokens = token_bins(context_length)
+        tokens = [bound for bound in TOKENS if bound <= (context_length or 10**6)]
         ttft_text = "Seconds from a request to the first token of its answer"
         self._ttft = histogram("ag_time_to_first_token_seconds", ttft_text, SECONDS)
         inter_token_text = "Seconds from a token of an answer to the next one"
@@ -68,31 +71,23 @@ class Metrics:
         states = {"waiting": now.num_waiting, "reading": now.num_prefilling, "running": len(now.running)}
         blocks = {"taken": now.blocks - now.free, "free": now.free}
         num_ended = {reason: counts.num_ended[reason] for reason in REASONS}
-        prefix_text = "Blocks of cached prefixes, which any request may take"
-        table: list[tuple[Any, str, str, str, Any]] = [
-            (gauge, "ag_answers", "Answers by state", "state", states),
-            (gauge, "ag_blocks", "Blocks of keys and values by state", "state", blocks),
-            (gauge, "ag_block_bytes", "Bytes of a block", "", now.block_nbytes),
-            (gauge, "ag_kept_share", "Share of the tokens of running answers that is held", "", memory.kept_share),
-            (gauge, "ag_saved_bytes", "Bytes of a whole cache that running answers save", "", memory.saved_bytes),
-            (gauge, "ag_prefix_blocks", prefix_text, "", now.prefix_blocks),
-            (counter, "ag_answers_ended", "Answers that ended, by reason", "reason", num_ended),
-            (counter, "ag_prompt_tokens", "Prompt tokens that were read", "", counts.prompts),
-            (counter, "ag_prompt_tokens_reused", "Prompt tokens taken from a cached prefix", "", counts.cached),
-            (counter, "ag_answer_tokens", "Generated tokens", "", counts.tokens),
-            (counter, "ag_steps", "Decoding steps of the batch", "", counts.steps),
-            (counter, "ag_draft_tokens", "Draft tokens that the model read", "", counts.drafted),
-            (counter, "ag_draft_tokens_accepted", "Draft tokens that became part of an answer", "", counts.accepted),
-            (counter, "ag_preempted", "Preemptions of answers", "", counts.preempted),
-        ]
-        for kind, name, text, label, value in table:
-            family = kind(name, text, labels=[label]) if label else kind(name, text, value=value)
-            for state, number in value.items() if label else ():
-                family.add_metric([state], number)
+        for kind, name, text, value, *label in (
+            (gauge, "ag_answers", "Answers by state", states, "state"),
+            (gauge, "ag_blocks", "Blocks of keys and values by state", blocks, "state"),
+            (gauge, "ag_block_bytes", "Bytes of a block", now.block_nbytes),
+            (gauge, "ag_kept_share", "Share of the tokens of running answers that is held", memory.kept_share),
+            (gauge, "ag_saved_bytes", "Bytes of a whole cache that running answers save", memory.saved_bytes),
+            (gauge, "ag_prefix_blocks", "Blocks of cached prefixes, which any request may take", now.prefix_blocks),
+            (counter, "ag_answers_ended", "Answers that ended, by reason", num_ended, "reason"),
+            (counter, "ag_prompt_tokens", "Prompt tokens that were read", counts.prompts),
+            (counter, "ag_prompt_tokens_reused", "Prompt tokens taken from a cached prefix", counts.cached),
+            (counter, "ag_answer_tokens", "Generated tokens", counts.tokens),
+            (counter, "ag_steps", "Decoding steps of the batch", counts.steps),
+            (counter, "ag_draft_tokens", "Draft tokens that the model read", counts.drafted),
+            (counter, "ag_draft_tokens_accepted", "Draft tokens that became part of an answer", counts.accepted),
+            (counter, "ag_preempted", "Preemptions of answers", counts.preempted),
+        ):
+            family: Any = kind(name, text, labels=label)
+            for state, number in value.items() if isinstance(value, dict) else [(None, value)]:
+                family.add_metric([state] if label else [], number)
             yield family
-
-
-def token_bins(max_tokens: int | None) -> list[int]:
-    """Return upper bounds of bins 1, 2, 5, 10, ... up to ``max_tokens``. None: up to a million."""
-    bounds = [digit * 10**power for power in range(10) for digit in (1, 2, 5)]
-    return [bound for bound in bounds if bound <= (max_tokens or 10**6)]

@@ -25,7 +25,7 @@ from ag.serve.protocol import (
     GenerationParams,
     TokenizeRequest,
 )
-from ag.serve.request import EncodedPrompt, Request, SamplingModel, Token
+from ag.serve.request import EncodedPrompt, Request, SamplingParams, Token
 from ag.serve.scheduler import Scheduler
 from ag.serve.structured import Grammars
 from ag.serve.tools import OutputParser, tool_call_format
@@ -99,7 +99,7 @@ class RequestBuilder:
             message = f"min_tokens={params.min_tokens}: expected at most {max_tokens}, the most tokens here."
             raise ApiError(400, message, "min_tokens")
         is_chat = isinstance(params, ChatCompletionRequest)
-        values: dict[str, Any] = {name: getattr(params, name) for name in SamplingModel.model_fields}
+        values: dict[str, Any] = {name: getattr(params, name) for name in SamplingParams.model_fields}
         values |= {
             "tokens": tokens,
             "max_tokens": max_tokens,

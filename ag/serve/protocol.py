@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from ag.errors import nearest
 from ag.model.chat import Part as ChatPart
 from ag.model.chat import for_template
-from ag.serve.request import Count, SamplingModel, Temperature
+from ag.serve.request import Count, SamplingParams, Temperature
 
 #: Unsupported parameters of OpenAI's API, with values that change nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -205,7 +205,7 @@ class RequestBody(StrictModel):
         return values
 
 
-class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]  # mypy does not see the made class
+class GenerationParams(SamplingParams, RequestBody):
     """The parameters of chat completions and text completions."""
 
     model: str
@@ -232,8 +232,7 @@ class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]  # myp
     @property
     def num_prompt_logprobs(self) -> int | None:
         """Number of most probable tokens to return per prompt token. None: no log-probabilities."""
-        number: int | None = self.prompt_logprobs
-        return number
+        return self.prompt_logprobs
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -34,8 +34,7 @@ class Sampler:
 
     def __init__(self, request: Request, index: int = 0, end_tokens: Collection[int] = ()) -> None:
         self._greedy, self._num_logprobs = request.temperature == 0, request.logprobs
-        self._processors = processors(request, end_tokens)
-        self._generator = torch.Generator()
+        self._processors, self._generator = processors(request, end_tokens), torch.Generator()
         if request.seed is None:
             self._generator.seed()
         else:
@@ -51,9 +50,10 @@ class Sampler:
         """
         allowed_logits = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
         scores: Tensor = self._processors(cast("Any", token_ids[None]), cast("Any", allowed_logits[None]))[0]
-        sampled = (
-            scores.argmax() if self._greedy else torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
-        )
+        if self._greedy:
+            sampled = scores.argmax()
+        else:
+            sampled = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
         if self._num_logprobs is None:
             return Token(int(sampled))
         return with_logprobs(logits[None], sampled.view(1), self._num_logprobs)[0]
@@ -70,19 +70,12 @@ def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Token]:
     scored_tokens: list[Token] = []
     for rows, chosen in zip(logits.split(ROWS), tokens.to(logits.device).split(ROWS), strict=True):
         logprobs = rows.float().log_softmax(-1)
-        token_logprobs, (top_values, top_ids) = logprobs.gather(-1, chosen[:, None]), logprobs.topk(num_top)
-        columns = (chosen, token_logprobs[:, 0], top_ids, top_values, (logprobs > token_logprobs).sum(-1) + 1)
-        for token, logprob, token_top_ids, token_top_values, rank in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
-            scored_tokens.append(
-                Token(
-                    token,
-                    logprob=logprob,
-                    top_logprobs=tuple(zip(token_top_ids, token_top_values, strict=True)),
-                    rank=rank,
-                )
-            )
+        own, top = logprobs.gather(-1, chosen[:, None]), logprobs.topk(num_top)
+        ranks = (logprobs > own).sum(-1) + 1
+        columns = (chosen, own[:, 0], top.indices, top.values, ranks)
+        for token, logprob, ids, values, rank in zip(*(column.tolist() for column in columns), strict=True):
+            best = tuple(zip(ids, values, strict=True))
+            scored_tokens.append(Token(token, logprob=logprob, top_logprobs=best, rank=rank))
     return scored_tokens
 
 
@@ -99,13 +92,7 @@ class _Temperature(LogitsProcessor):
 
 
 class _Occurrences(LogitsProcessor):
-    """Lowers the logits of tokens that occur in the completion (penalties of OpenAI's API).
-
-    Args:
-        num_prompt: number of prompt tokens, which are not counted.
-        frequency: subtracted per occurrence.
-        presence: subtracted once.
-    """
+    """Lowers the logits of tokens that occur in the completion, after ``num_prompt`` tokens (penalties of OpenAI)."""
 
     def __init__(self, num_prompt: int, frequency: float, presence: float) -> None:
         self.num_prompt, self.frequency, self.presence = num_prompt, frequency, presence
@@ -118,22 +105,18 @@ class _Occurrences(LogitsProcessor):
 
 def processors(request: Request, end_tokens: Collection[int] = ()) -> LogitsProcessorList:
     """Return the logits processors of a request, in the order of ``model.generate``."""
-    num_prompt, min_tokens = len(request.tokens), request.min_tokens
+    num_prompt, samples = len(request.tokens), request.temperature > 0
     penalties = request.frequency_penalty, request.presence_penalty
     bias = [[[token], value] for token, value in request.logit_bias.items()]
-    samples = request.temperature > 0
-    table: list[tuple[Any, Any, bool]] = [  # class, argument or arguments, whether it changes logits
-        (SequenceBiasLogitsProcessor, bias, bool(bias)),
-        (RepetitionPenaltyLogitsProcessor, request.repetition_penalty, request.repetition_penalty != 1),
-        (_Occurrences, (num_prompt, *penalties), any(penalties)),
-        (MinNewTokensLengthLogitsProcessor, (num_prompt, min_tokens, [*end_tokens]), bool(min_tokens and end_tokens)),
-        (_Temperature, request.temperature, samples and request.temperature != 1),
-        (TopKLogitsWarper, request.top_k, samples and request.top_k > 0),
-        (TopPLogitsWarper, request.top_p, samples and request.top_p < 1),
-        (MinPLogitsWarper, request.min_p, samples and request.min_p > 0),
+    least = num_prompt, request.min_tokens, [*end_tokens]
+    table: list[tuple[bool, Any, tuple[Any, ...]]] = [  # whether it changes logits, its class and arguments
+        (bool(bias), SequenceBiasLogitsProcessor, (bias,)),
+        (request.repetition_penalty != 1, RepetitionPenaltyLogitsProcessor, (request.repetition_penalty,)),
+        (any(penalties), _Occurrences, (num_prompt, *penalties)),
+        (bool(request.min_tokens and end_tokens), MinNewTokensLengthLogitsProcessor, least),
+        (samples and request.temperature != 1, _Temperature, (request.temperature,)),
+        (samples and request.top_k > 0, TopKLogitsWarper, (request.top_k,)),
+        (samples and request.top_p < 1, TopPLogitsWarper, (request.top_p,)),
+        (samples and request.min_p > 0, MinPLogitsWarper, (request.min_p,)),
     ]
-    return LogitsProcessorList(
-        processor(*(arguments if isinstance(arguments, tuple) else (arguments,)))
-        for processor, arguments, changes in table
-        if changes
-    )
+    return LogitsProcessorList(processor(*arguments) for changes, processor, arguments in table if changes)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 from transformers import AddedToken  # noqa: E402
 

@@ -5,7 +5,6 @@ import json
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 import ag  # noqa: E402
 from ag.serve import Scheduler  # noqa: E402
