@@ -18,7 +18,6 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
-from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -172,8 +171,8 @@ class Service:
     @property
     def _description(self) -> dict[str, Any]:
         """The model, as OpenAI's API describes it."""
-        model = Model(id=self.name, created=self._started_at, object="model", owned_by="ag")
-        return model.model_dump() | {"max_model_len": self.scheduler.context_length}
+        described = {"id": self.name, "object": "model", "created": self._started_at, "owned_by": "ag"}
+        return described | {"max_model_len": self.scheduler.context_length}
 
     async def _models(self, http: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description]})

@@ -64,8 +64,8 @@ class RequestBuilder:
         texts = params.prompts
         if len(texts) > self._scheduler.queue:
             raise ApiError(400, f"{len(texts)} prompts: expected at most {self._scheduler.queue} here.", "prompt")
-        names = ["prompt"] if len(texts) == 1 else [f"prompt[{index}]" for index in range(len(texts))]
-        return [self._encode_text(params, text, name) for text, name in zip(texts, names, strict=True)]
+        name = "prompt" if len(texts) == 1 else "prompt[{}]"
+        return [self._encode_text(params, text, name.format(index)) for index, text in enumerate(texts)]
 
     def tokenize(self, params: TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or a chat, in the form of vLLM."""
@@ -99,6 +99,7 @@ class RequestBuilder:
             message = f"min_tokens={params.min_tokens}: expected at most {max_tokens}, the most tokens here."
             raise ApiError(400, message, "min_tokens")
         is_chat = isinstance(params, ChatCompletionRequest)
+        scored = [params.prompt_logprobs, params.num_logprobs if echo else None]
         values: dict[str, Any] = {name: getattr(params, name) for name in SamplingParams.model_fields}
         values |= {
             "tokens": tokens,
@@ -108,7 +109,7 @@ class RequestBuilder:
             "stop": (params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
             "continues": not is_chat or params.continue_final_message,
             "logprobs": params.num_logprobs,
-            "prompt_logprobs": params.num_prompt_logprobs,
+            "prompt_logprobs": max((number for number in scored if number is not None), default=None),
             "policy": self._policy(params.ag.policy, params.ag.budget) if params.ag else None,
             "kept": params.ag is not None,
             "special": is_chat and bool(params.callable_tools) and self._calls is not None,
@@ -136,9 +137,8 @@ class RequestBuilder:
             spec = server_policy.spec if text is None else PolicySpec.parse(text)
             if text is not None and spec.path is not None:
                 raise UserError(f"ag.policy={text!r:.80}: expected no path: requests use the server's gates.")
-            evicts, own_budget = spec.takes_budget, budget
-            if evicts and budget is None:
-                own_budget = server_policy.budget
+            evicts = spec.takes_budget
+            own_budget = server_policy.budget if evicts and budget is None else budget
             if budget is not None and not evicts or evicts and own_budget is None and not spec.bare:
                 param = "ag.budget"
             same_scorer = evicts and spec.resolved().scorer == server_policy.spec.resolved().scorer
@@ -173,10 +173,9 @@ class RequestBuilder:
 
     def _grammar(self, params: GenerationParams, tokens: Sequence[int]) -> Any:
         """Return a matcher of the grammar that completions to a prompt follow. None: free text."""
-        rule, chat = params.rule, None
+        rule = params.rule
         matcher = None if rule is None else self._compile_grammar(*rule)
-        if isinstance(params, ChatCompletionRequest) and params.callable_tools:
-            chat = params
+        chat = params if isinstance(params, ChatCompletionRequest) and params.callable_tools else None
         must_call = chat is not None and chat.must_call_tool
         if rule is None and not must_call:
             return None
@@ -209,16 +208,14 @@ class RequestBuilder:
         max_completion = self._limits.answer_tokens or sys.maxsize
         context_length = self._scheduler.context_length_of(num_prompt)
         tokens_left = max_completion if context_length is None else context_length - num_prompt
-        if tokens_left < (0 if params.token_limit is not None and params.token_limit[1] == 0 else 1):
-            message = (
-                f"the prompt has {num_prompt} tokens: expected fewer than {context_length}, the context of the model; "
-                "shorten it."
-            )
+        name, number = params.token_limit or ("", None)
+        if tokens_left < (number != 0):
+            expected = f"expected fewer than {context_length}, the context of the model; shorten it."
+            message = f"the prompt has {num_prompt} tokens: {expected}"
             raise ApiError(400, message, param, "context_length_exceeded")
         limit = min(tokens_left, max_completion)
-        if params.token_limit is None:
+        if number is None:
             return limit if isinstance(params, ChatCompletionRequest) else min(limit, TEXT_TOKENS)
-        name, number = params.token_limit
         if number > limit:
             message = f"{name}={number}: expected at most {limit} here, after a prompt of {num_prompt} tokens."
             raise ApiError(400, message, name, None if number > max_completion else "context_length_exceeded")
@@ -251,8 +248,9 @@ class RequestBuilder:
             unfilled = Chat(messages, variables, params.continue_final_message)
             chat, text = self._render_chat(unfilled, params.opens_completion)
             self._check_rendered(chat, params.opens_completion)
-            effort = params.reasoning_effort is not None
-            if effort and not reads(self._tokenizer, "reasoning_effort", variables.get("tools")):
+            if params.reasoning_effort is not None and not reads(
+                self._tokenizer, "reasoning_effort", variables.get("tools")
+            ):
                 message = "the chat template of the model has no reasoning_effort: leave it out."
                 raise ApiError(400, message, "reasoning_effort")
             without_tools = "tools" in variables and replace(chat, variables={**variables, "tools": None})

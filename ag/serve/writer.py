@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
-
-from openai.types import Completion, CompletionChoice
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_choice import Logprobs
-from pydantic import BaseModel
+from typing import Any
 
 from ag.serve.answers import CompletionDelta
 from ag.serve.detokenizer import Vocabulary
@@ -21,31 +17,6 @@ from ag.serve.request import Token
 from ag.serve.tools import OutputParser
 
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
-#: Type and name of an answer to a chat, by whether it is whole.
-CHATS: Mapping[bool, tuple[type[BaseModel], str]] = {
-    True: (ChatCompletion, "chat.completion"),
-    False: (ChatCompletionChunk, "chat.completion.chunk"),
-}
-
-
-class TextLogprobs(Logprobs):
-    """OpenAI's type, with null for the first token of a prompt."""
-
-    token_logprobs: list[float | None]  # type: ignore[assignment]
-    top_logprobs: list[dict[str, float] | None]  # type: ignore[assignment]
-
-
-class TextChoice(CompletionChoice):
-    """OpenAI's type, with null for the reason of a delta."""
-
-    finish_reason: Literal["stop", "length"] | None  # type: ignore[assignment]
-    logprobs: TextLogprobs | None
-
-
-class TextCompletion(Completion):
-    """OpenAI's type of an answer to a text, whole or a delta."""
-
-    choices: list[TextChoice]  # type: ignore[assignment]
 
 
 class CompletionWriter:
@@ -62,10 +33,10 @@ class CompletionWriter:
     ) -> None:
         self.params, self._vocabulary, self._chat = params, vocabulary, isinstance(params, ChatCompletionRequest)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "created": int(time.time()), "model": params.model}
         # by completion
         self._parsers: dict[int, OutputParser] | None = None if new_parser is None else defaultdict(new_parser)
-        self._head = {"id": name, "created": int(time.time()), "model": params.model}
-        self._echo_lengths: dict[int, int] = {}  # characters of the repeated prompt, by completion
+        self._echo_lengths: dict[int, int] = {}  # characters of the repeated prompt
 
     def start_events(self) -> str:
         """Return the first events of a stream: in a chat the role of each completion."""
@@ -81,8 +52,7 @@ class CompletionWriter:
 
     def end_events(self, usage: Mapping[str, Any]) -> str:
         """Return the last events of a stream, with the usage if requested."""
-        options = self.params.stream_options
-        with_usage = options is not None and options.include_usage
+        with_usage = (self.params.stream_options or {}).get("include_usage")
         return (_event(self._json([], usage=usage)) if with_usage else "") + _event("[DONE]")
 
     def full_json(self, completions: Sequence[CompletionDelta], usage: Mapping[str, Any]) -> str:
@@ -95,15 +65,14 @@ class CompletionWriter:
                 message["content"] = message["content"] or None
             choices.append(self._choice(delta, {"message": message} if self._chat else {"text": delta.text}))
         prompt_fields = self._prompt_fields(completions[0]) if self._chat else {}
-        return self._json(choices, is_whole=True, usage=usage, **prompt_fields)
+        return self._json(choices, "chat.completion", usage=usage, **prompt_fields)
 
-    def _json(self, choices: list[dict[str, Any]], *, is_whole: bool = False, **more_fields: Any) -> str:
-        kind, name = (TextCompletion, "text_completion") if not self._chat else CHATS[is_whole]
-        answer = kind.model_validate({"object": name, "choices": choices, **more_fields, **self._head})
-        return answer.model_dump_json(exclude_unset=True)
+    def _json(self, choices: list[dict[str, Any]], kind: str = "chat.completion.chunk", **more_fields: Any) -> str:
+        kind = kind if self._chat else "text_completion"
+        answer = self._head | {"object": kind, "choices": choices, **more_fields}
+        return json.dumps(answer, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
     def _message_fields(self, delta: CompletionDelta) -> dict[str, Any]:
-        """Return the message fields of a chat's delta."""
         if self._parsers is None:
             return {"content": delta.text} if delta.text else {}
         return self._parsers[delta.index].add(delta.text, last=delta.reason is not None)
@@ -119,11 +88,12 @@ class CompletionWriter:
                 text = {"text": "".join(token.text for token in delta.prompt) + delta.text}
         if self.params.num_logprobs is not None:
             logprobs = self._chat_logprobs(tokens) if self._chat else self._text_logprobs(tokens)
-        ids = {"token_ids": [token.id for token in delta.tokens]} if self.params.return_token_ids else {}
-        more_fields = ids if self._chat else ids | self._prompt_fields(delta)
         has_calls = self._parsers is not None and self._parsers[delta.index].count
         reason = "tool_calls" if has_calls and delta.reason == "stop" else delta.reason
-        return {"index": delta.index, "logprobs": logprobs, "finish_reason": reason, **text, **more_fields}
+        choice = {"index": delta.index, "logprobs": logprobs, "finish_reason": reason, **text}
+        if self.params.return_token_ids:
+            choice["token_ids"] = [token.id for token in delta.tokens]
+        return choice if self._chat else choice | self._prompt_fields(delta)
 
     def _prompt_fields(self, delta: CompletionDelta) -> dict[str, Any]:
         """Return the requested fields of the prompt: token ids and log-probabilities (as vLLM), kept share."""
@@ -133,16 +103,14 @@ class CompletionWriter:
         if self.params.return_token_ids:
             prompt_fields["prompt_token_ids"] = [token.id for token in delta.prompt]
         if self.params.prompt_logprobs is not None:
-            ranked = [self._rank_fields(token) if token.rank else None for token in delta.prompt]
-            prompt_fields["prompt_logprobs"] = ranked
+            prompt_fields["prompt_logprobs"] = [self._ranks(token) if token.rank else None for token in delta.prompt]
         return prompt_fields
 
-    def _rank_fields(self, token: Token) -> dict[int, Any]:
-        top = token.top_logprobs[: self.params.prompt_logprobs]
-        ranked = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(top, 1)]
+    def _ranks(self, token: Token) -> dict[int, Any]:
+        top = [(*other, rank) for rank, other in enumerate(token.top_logprobs[: self.params.prompt_logprobs], 1)]
         return {
             token_id: {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._vocabulary.text(token_id)}
-            for token_id, logprob, rank in [*ranked, (token.id, token.logprob, token.rank)]
+            for token_id, logprob, rank in [*top, (token.id, token.logprob, token.rank)]
         }
 
     # ---- log-probabilities

@@ -132,7 +132,7 @@ def test_any_values(kind, data):
         (
             ChatCompletionRequest,
             {"response_format": {"type": "json_schema"}},
-            "response_format.json_schema",
+            "response_format",
             ["json_schema"],
         ),
         (
