@@ -29,21 +29,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ag.commands.serve import ServeConfig
 from ag.errors import UserError
-from ag.serve.answers import CompletionStream
+from ag.serve import protocol
+from ag.serve.answers import CompletionStream, CompletionWriter
 from ag.serve.entrance import Entrance
 from ag.serve.errors import ApiError, error_location, log_refusal, read_body, refusal
 from ag.serve.metrics import Metrics
 from ag.serve.prompts import RequestBuilder, policy_text
-from ag.serve.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerationParams,
-    RequestBody,
-    TokenizeRequest,
-)
 from ag.serve.scheduler import QueueFullError, Scheduler, StoppedError
-from ag.serve.writer import CompletionWriter
 from ag.versions import versions
 
 logger = logging.getLogger("ag.serve")
@@ -76,10 +68,10 @@ class Service:
     def app(self) -> Starlette:
         """Return the app; the scheduler runs while it does."""
         routes = [
-            self._post("/v1/chat/completions", ChatCompletionRequest, self._complete),
-            self._post("/v1/completions", CompletionRequest, self._complete),
-            self._post("/tokenize", TokenizeRequest, partial(self._encode_json, self._prompts.tokenize)),
-            self._post("/detokenize", DetokenizeRequest, partial(self._encode_json, self._prompts.detokenize)),
+            self._post("/v1/chat/completions", protocol.ChatCompletionRequest, self._complete),
+            self._post("/v1/completions", protocol.CompletionRequest, self._complete),
+            self._post("/tokenize", protocol.TokenizeRequest, partial(self._encode_json, self._prompts.tokenize)),
+            self._post("/detokenize", protocol.DetokenizeRequest, partial(self._encode_json, self._prompts.detokenize)),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/version", self._version),
@@ -113,7 +105,7 @@ class Service:
 
     # ---- completions and tokens
 
-    def _post(self, path: str, kind: type[RequestBody], answer: Callable[[Any], Awaitable[ASGIApp]]) -> Route:
+    def _post(self, path: str, kind: type[protocol.RequestBody], answer: Callable[[Any], Awaitable[ASGIApp]]) -> Route:
         """Return the route of an endpoint, whose body has the parameters ``kind``."""
 
         async def endpoint(http: Request) -> ASGIApp:
@@ -123,7 +115,7 @@ class Service:
 
         return Route(path, endpoint, methods=["POST"])
 
-    async def _complete(self, params: GenerationParams) -> ASGIApp:
+    async def _complete(self, params: protocol.GenerationParams) -> ASGIApp:
         """Continue a chat or texts."""
         prompts = await self._encode(self._prompts.requests, params)
         parser = self._prompts.output_parser(params, prompts[0].request.tokens)
@@ -150,10 +142,10 @@ class Service:
 
         return respond
 
-    async def _encode_json(self, encode: Callable[[Any], Any], params: RequestBody) -> Response:
+    async def _encode_json(self, encode: Callable[[Any], Any], params: protocol.RequestBody) -> Response:
         return JSONResponse(await self._encode(encode, params))
 
-    async def _encode(self, encode: Callable[[Any], Any], params: RequestBody) -> Any:
+    async def _encode(self, encode: Callable[[Any], Any], params: protocol.RequestBody) -> Any:
         """Run a function of a request's parameters in the tokenizer's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, encode, params)
 

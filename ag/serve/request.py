@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -117,6 +117,15 @@ class EncodedPrompt:
     request: Request
     policy: str = ""  # text of the policy
     echo: tuple[Token, ...] = ()  # prompt tokens with their texts, if the client asked for ``echo``
+
+    def tokens_with(self, scored: tuple[Token, ...]) -> tuple[Token, ...]:
+        """Return the prompt tokens, with their texts and the log-probabilities of ``scored``, as far as requested."""
+        if not self.echo or not scored:
+            return self.echo or scored or tuple(map(Token, self.request.tokens))
+        return tuple(
+            replace(token, text=echoed.text, text_offset=echoed.text_offset)
+            for token, echoed in zip(scored, self.echo, strict=True)
+        )
 
 
 #: Events of a stream: tokens, then an error, or None at a normal end.

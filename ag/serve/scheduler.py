@@ -102,15 +102,7 @@ class _PrefillJob:
 
 
 class _Batch:
-    """The running completions under one policy, in one cache.
-
-    Args:
-        model: causal language model.
-        policy: the completions' policy.
-        pool: holds their blocks.
-        prefill_tokens: largest number of prompt tokens of one pass.
-        prompt_lookup: largest number of draft tokens of a step.
-    """
+    """The running completions under one policy, in one cache."""
 
     def __init__(
         self, model: PreTrainedModel, policy: Policy, pool: Pool, prefill_tokens: int, prompt_lookup: int
@@ -338,9 +330,8 @@ class Scheduler:
         """Prefill up to ``prefill_tokens`` prompt tokens, then decode a token of each running completion."""
         self._end_cancelled()
         tokens = self.prefill_tokens
-        while tokens > 0 and (self._prefill_job is not None or self._admit()):
-            assert self._prefill_job is not None
-            tokens -= self._prefill_chunk(self._prefill_job, tokens)
+        while tokens > 0 and (job := self._prefill_job or self._admit()):
+            tokens -= self._prefill_chunk(job, tokens)
         for batch in [*self._batches.values()]:
             if batch.running:
                 self._decode(batch)
@@ -406,43 +397,34 @@ class Scheduler:
                 "shorten one of them, keep less, or make a larger pool."
             )
 
-    def _admit(self) -> bool:
-        """Admit the next request if the pool has its blocks. Returns whether it was admitted."""
+    def _admit(self) -> _PrefillJob | None:
+        """Start the prefill of the next prompt, from a copy of a cached prefix. None: nothing waits, or blocks lack."""
         with self._lock:
             if not self._waiting:
-                return False
-            completions = self._waiting[0]
-            # under flags this estimate is better than at submission
-            block_need, running = completions[0].batch.admission.need(completions[0].request), self._running
-            num_blocks = max(block_need.prefill, block_need.decode * len(completions))
+                return None
+            completions, running = self._waiting[0], self._running
+            first, batch = completions[0], completions[0].batch
+            need = batch.admission.need(first.request)  # under flags this estimate is better than at submission
+            num_blocks = max(need.prefill, need.decode * len(completions))
             fits = sum(completion.block_need.decode for completion in running) + num_blocks <= self.pool.capacity
             if running and (self._hold_admissions or not fits or len(running) + len(completions) > self.batch):
-                return False
+                return None
             self._waiting.popleft()
+            prefix, cache_prefix_at = None, 0
+            # a prompt with log-probabilities is read whole
+            if batch.prefixes is not None and first.request.prompt_logprobs is None:
+                key = first.key()[: len(first.prompt)]
+                prefix = batch.prefixes.find(key)
+                cache_prefix_at = 0 if self._hold_admissions else batch.prefixes.shared_prefix_length(key)
         for completion in completions:
-            completion.block_need = block_need
-        self._prefill_job = self._start_prefill(completions)
-        return True
-
-    def _start_prefill(self, completions: list[_Completion]) -> _PrefillJob:
-        """Start the prefill of a prompt's completions, from a copy of a cached prefix if there is a match."""
-        first, cache, num_cached, cache_prefix_at = completions[0], None, 0, 0
-        prefixes = first.batch.prefixes
-        # a prompt with log-probabilities is read whole
-        if prefixes is not None and first.request.prompt_logprobs is None:
-            key = first.key()[: len(first.prompt)]
-            with self._lock:
-                prefix = prefixes.find(key)
-                cache_prefix_at = 0 if self._hold_admissions else prefixes.shared_prefix_length(key)
-            if prefix is not None:
-                cache, num_cached = deepcopy(prefix.cache), len(prefix.key)
-        if cache is None:
-            cache = EvictionCache(self.model, first.batch.policy, pool=self.pool)
+            completion.block_need = need
+        num_cached = 0 if prefix is None else len(prefix.key)
+        cache = EvictionCache(self.model, batch.policy, pool=self.pool) if prefix is None else deepcopy(prefix.cache)
         cache.expect(torch.ones(1, len(first.prompt), dtype=torch.bool), first.prompt[None])
         cache.protect(first.request.protect)
-        return _PrefillJob(
-            completions, cache, num_cached, num_cached, cache_prefix_at if cache_prefix_at > num_cached else 0
-        )
+        cache_prefix_at = cache_prefix_at if cache_prefix_at > num_cached else 0
+        self._prefill_job = _PrefillJob(completions, cache, num_cached, num_cached, cache_prefix_at)
+        return self._prefill_job
 
     # ---- prefill
 
@@ -564,15 +546,10 @@ class Scheduler:
     def _accept_tokens(
         self, completion: _Completion, token_ids: Tensor, logits: Tensor, allowed: Iterator[Tensor | None]
     ) -> bool:
-        """Accept drafts and sample the next token. Returns whether the completion goes on.
+        """Accept the drafts that equal the sampled tokens, and sample the next token. Returns whether it goes on.
 
-        A draft is accepted if it equals the sampled token. After a token whose successor is known nothing is sampled.
-
-        Args:
-            completion: its ``num_computed_tokens`` grows by the accepted tokens.
-            token_ids: ids ``[T]`` that were read: the completion's own tokens, then drafts.
-            logits: ``[T, V]``, after each token.
-            allowed: allowed tokens ``[V]`` bool, after the own tokens and after each draft. None: all tokens.
+        ``token_ids`` ``[T]`` were read: the completion's own tokens, then drafts. ``logits`` ``[T, V]`` follow each of
+        them, ``allowed`` the last own token and each draft. Where the successor is known nothing is sampled.
         """
         for token, token_logits in zip(token_ids, logits, strict=True):
             if completion.token_ids[completion.num_computed_tokens] != token:
@@ -697,7 +674,7 @@ class Scheduler:
 
     def _remove(self, completions: list[_Completion]) -> None:
         """Remove completions from their batches."""
-        for batch in {id(completion.batch): completion.batch for completion in completions}.values():
+        for batch in {completion.batch for completion in completions}:
             batch.cache.remove([index for index, each in enumerate(batch.running) if each in completions])
             batch.running = [completion for completion in batch.running if completion not in completions]
             self._hold_admissions = False

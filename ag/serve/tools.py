@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -58,66 +58,46 @@ class ToolCallFormat:
         return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x, ensure_ascii=False) for x in parts if x)
 
 
-def _call_format(
-    end: str,
-    before_arguments: str,
-    after_arguments: str,
-    function: Mapping[str, str],
-    anchor: str = r"\A.*",
-    **calls: Any,
-) -> ToolCallFormat:
-    """Return the format of calls in the regions ``calls``; ``function`` maps their name and arguments."""
-    fields = {
-        "reasoning_content": {"open": "<think>", "close": THOUGHT},
-        "tool_calls": {"content": "json", "transform": {"type": "function", "function": function}} | calls,
-        "content": {"close_pattern": end},
-    }
-    return ToolCallFormat({"start_anchor_pattern": anchor, "fields": fields}, before_arguments, after_arguments, end)
-
-
-def _families(end: str) -> dict[str, ToolCallFormat]:
-    """Return formats by a pattern of the chat template's text; the first match applies."""
-    return {
-        # Hermes, Qwen 2.5 and 3, and others since
-        r'<tool_call>[^<]{0,80}?"name': _call_format(
-            end,
-            '<tool_call>\n{"name": "NAME", "arguments": ',
-            "}\n</tool_call>",
-            {"name": "{content.name}", "arguments": "{content.arguments}"},
-            r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # some templates open the thoughts after it
-            open_pattern=r"\s*<tool_call>",
-            close="</tool_call>",
-            repeats=True,
-        ),
-        # Mistral since version 11, then earlier versions
-        r"\[ARGS\]": _call_format(
-            end,
-            "[TOOL_CALLS]NAME[ARGS]",
-            "",
-            {"name": "{name}", "arguments": "{content}"},
-            open_pattern=r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
-            close_pattern=rf"(?=\[TOOL_CALLS\])|{end}",
-            repeats=True,
-        ),
-        r"\[TOOL_CALLS\]": _call_format(
-            end,
-            '[TOOL_CALLS][{"name": "NAME", "arguments": ',
-            "}]",
-            {"name": "{name}", "arguments": "{arguments}"},
-            open_pattern=r"\s*\[TOOL_CALLS\]",
-            close_pattern=end,
-            transform_each=True,
-        ),
-        # Llama 3.1 to 3.3: the whole completion is a call
-        r"""'"parameters": '""": _call_format(
-            end,
-            '{"name": "NAME", "parameters": ',
-            "}",
-            {"name": "{content.name}", "arguments": "{content.parameters}"},
-            open_pattern=r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)',
-            close_pattern=end,
-        ),
-    }
+#: How families of chat templates write calls, by a pattern of the template; the first match applies. The text of a call
+#: before and after its arguments, then its name, its arguments and its region for transformers' parser. ``END`` ends a
+#: completion.
+FAMILIES: Mapping[str, tuple[str, str, str, str, Mapping[str, Any]]] = {
+    # Hermes, Qwen 2.5 and 3, and others since
+    r'<tool_call>[^<]{0,80}?"name': (
+        '<tool_call>\n{"name": "NAME", "arguments": ',
+        "}\n</tool_call>",
+        "{content.name}",
+        "{content.arguments}",
+        {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True},
+    ),
+    # Mistral since version 11, then earlier versions
+    r"\[ARGS\]": (
+        "[TOOL_CALLS]NAME[ARGS]",
+        "",
+        "{name}",
+        "{content}",
+        {
+            "open_pattern": r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])|END",
+            "repeats": True,
+        },
+    ),
+    r"\[TOOL_CALLS\]": (
+        '[TOOL_CALLS][{"name": "NAME", "arguments": ',
+        "}]",
+        "{name}",
+        "{arguments}",
+        {"open_pattern": r"\s*\[TOOL_CALLS\]", "close_pattern": "END", "transform_each": True},
+    ),
+    # Llama 3.1 to 3.3: the whole completion is a call
+    r"""'"parameters": '""": (
+        '{"name": "NAME", "parameters": ',
+        "}",
+        "{content.name}",
+        "{content.parameters}",
+        {"open_pattern": r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)', "close_pattern": "END"},
+    ),
+}
 
 
 def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | None:
@@ -133,11 +113,23 @@ def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | No
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     ends = [re.escape(text) for text in ENDS if text in special and not ruled]
     end = rf"\s*(?:{'|'.join(ends) or '(?!)'})"
-    family = next((calls for pattern, calls in _families(end).items() if re.search(pattern, template)), None)
     own = getattr(tokenizer, "response_template", None)
-    if own is None:
-        return family
-    return ToolCallFormat(own, end=end) if family is None else replace(family, response=own)
+    family = next((family for pattern, family in FAMILIES.items() if re.search(pattern, template)), None)
+    if family is None:
+        return None if own is None else ToolCallFormat(own, end=end)
+    before_arguments, after_arguments, name, arguments, region = family
+    function = {"name": name, "arguments": arguments}
+    calls = {"content": "json", "transform": {"type": "function", "function": function}}
+    calls |= {key: value.replace("END", end) if key == "close_pattern" else value for key, value in region.items()}
+    fields = {
+        "reasoning_content": {"open": "<think>", "close": THOUGHT},
+        "tool_calls": calls,
+        "content": {"close_pattern": end},
+    }
+    # some templates open the thoughts behind the beginning of the assistant's turn
+    anchor = r"\A(?:.*<\|im_start\|>assistant\n|.*)" if "<tool_call>" in before_arguments else r"\A.*"
+    response = own or {"start_anchor_pattern": anchor, "fields": fields}
+    return ToolCallFormat(response, before_arguments, after_arguments, end)
 
 
 class OutputParser:
