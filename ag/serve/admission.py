@@ -110,9 +110,7 @@ class Admission:
     def _capacity(self, protected: Tensor, num_tokens: int) -> int:
         """Return the tokens per KV head after an eviction: the budget, or the protected tokens if these are more.
 
-        Args:
-            protected: ``[T]`` bool, prompt tokens that the request protects.
-            num_tokens: tokens of the prompt and the completion so far.
+        ``protected`` ``[T]`` bool are the prompt tokens that the request protects, ``num_tokens`` all tokens so far.
         """
         assert self.policy.scorer is not None
         budget = self.policy.capacity(torch.tensor([len(protected)]))

@@ -71,8 +71,9 @@ class CompletionStream:
         except Exception:
             self._cancel()
             raise
-        for prompt in prompts:
-            metrics.record_request(prompt.request)
+        for request in (prompt.request for prompt in prompts):
+            metrics.observe(request_prompt_tokens=len(request.tokens), request_params_n=request.n)
+            metrics.observe(request_params_max_tokens=request.max_tokens)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -92,8 +93,8 @@ class CompletionStream:
         index += first_index
         self._failed |= isinstance(event, Exception)
         if isinstance(event, Token):
-            received_at, is_first = time.monotonic(), self._num_tokens[index] == 0
-            self._metrics.record_token(received_at - self._last_token_at[index], is_first)
+            received_at, name = time.monotonic(), "time_per_token" if self._num_tokens[index] else "time_to_first_token"
+            self._metrics.observe(**{f"{name}_seconds": received_at - self._last_token_at[index]})
             self._last_token_at[index] = received_at
             self._num_tokens[index] += 1
         with suppress(RuntimeError):  # the event loop has ended

@@ -12,7 +12,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ag.errors import UserError
 
 LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}  # the alphabet of byte-level tokenizers
-
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # token of a byte in a tokenizer with byte fallback
 
 
@@ -114,9 +113,9 @@ class Detokenizer:
         self._pend(self._special.get(token, token_bytes))
         if self.stopped:
             return self.flush()
-        return self._release(
-            len(self._pending) - max((_stop_prefix_length(self._pending, text) for text in self._stop), default=0)
-        )
+        pending, stops = self._pending, self._stop
+        prefixes = (text[:length] for text in stops for length in range(min(len(text), len(pending) + 1)))
+        return self._release(len(pending) - max((len(x) for x in prefixes if pending.endswith(x)), default=0))
 
     def flush(self) -> str:
         """Return the pending text after the last token; an incomplete character is U+FFFD."""
@@ -130,8 +129,7 @@ class Detokenizer:
         self.length += len(text)
         self._pending += text
         stop = self._stop if self._min_tokens_left < 0 else ()
-        stops = [(start, text) for text in stop if (start := self._pending.find(text)) >= 0]
-        if stops:
+        if stops := [(start, text) for text in stop if (start := self._pending.find(text)) >= 0]:
             start, text = min(stops)
             self.stopped = True
             self._pending = self._pending[: start + len(text) * self._include_stop]
@@ -140,9 +138,3 @@ class Detokenizer:
         text, self._pending = self._pending[:length], self._pending[length:]
         self.num_released += length
         return text
-
-
-def _stop_prefix_length(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of a text that is a proper prefix of a stop text."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

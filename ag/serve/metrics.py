@@ -8,7 +8,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ag.serve.request import Request
 from ag.serve.snapshot import Snapshot
 
 # upper bounds of the histograms' bins
@@ -32,37 +31,33 @@ class Metrics:
         ProcessCollector(registry=self.registry)  # memory, open files and CPU time of the process
         self.registry.register(self)
 
-        def histogram(name: str, text: str, bins: Any) -> Histogram:
-            return Histogram(name, text, buckets=bins, registry=self.registry)
-
         tokens = [bound for bound in TOKENS if bound <= (context_length or 10**6)]
-        ttft_text = "Seconds from a request to the first token of its answer"
-        self._ttft = histogram("ag_time_to_first_token_seconds", ttft_text, SECONDS)
-        inter_token_text = "Seconds from a token of an answer to the next one"
-        self._inter_token = histogram("ag_time_per_token_seconds", inter_token_text, SECONDS)
-        self._prompt_tokens = histogram("ag_request_prompt_tokens", "Tokens of each prompt that was accepted", tokens)
-        self._max_tokens = histogram("ag_request_params_max_tokens", "Most tokens of an answer, by prompt", tokens)
-        self._generated = histogram("ag_request_generation_tokens", "Tokens of each answer that ended", tokens)
-        self._num_completions = histogram("ag_request_params_n", "Answers that were asked for, by prompt", COMPLETIONS)
+        #: Histograms by name: of each token, of each accepted prompt, and of each answer that ended.
+        self._histograms = {
+            name: Histogram(f"ag_{name}", text, buckets=bins, registry=self.registry)
+            for name, text, bins in (
+                ("time_to_first_token_seconds", "Seconds from a request to the first token of its answer", SECONDS),
+                ("time_per_token_seconds", "Seconds from a token of an answer to the next one", SECONDS),
+                ("request_prompt_tokens", "Tokens of each prompt that was accepted", tokens),
+                ("request_params_max_tokens", "Most tokens of an answer, by prompt", tokens),
+                ("request_params_n", "Answers that were asked for, by prompt", COMPLETIONS),
+                ("request_generation_tokens", "Tokens of each answer that ended", tokens),
+            )
+        }
         finished_text = "Answers that ended, by the finish reason that the client reads"
         self._finished = Counter("ag_request_success", finished_text, ["finished_reason"], registry=self.registry)
         for reason in ("stop", "length"):
             self._finished.labels(reason)  # Prometheus shows a 0 for them from the start
 
-    def record_token(self, seconds: float, first: bool) -> None:
-        """Record the seconds of one token; ``first`` is True for a completion's first token."""
-        (self._ttft if first else self._inter_token).observe(seconds)
-
-    def record_request(self, request: Request) -> None:
-        """Record the prompt length, ``max_tokens`` and ``n`` of an accepted request."""
-        self._prompt_tokens.observe(len(request.tokens))
-        self._max_tokens.observe(request.max_tokens)
-        self._num_completions.observe(request.n)
+    def observe(self, **numbers: float) -> None:
+        """Record numbers in the histograms of these names."""
+        for name, number in numbers.items():
+            self._histograms[name].observe(number)
 
     def record_end(self, reason: str, tokens: int) -> None:
         """Record why a completion ended, and its number of tokens."""
         self._finished.labels(reason).inc()
-        self._generated.observe(tokens)
+        self.observe(request_generation_tokens=tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the scheduler's snapshot."""

@@ -75,12 +75,11 @@ class PrefixCache:
     def find(self, key: Tensor) -> Prefix | None:
         """Return the longest cached prefix that is shorter than the text, and mark it as used. None: there is none."""
         fitting = [x for x in self._prefixes if len(x.key) < len(key) and _common_length(x.key, key) == len(x.key)]
-        if not fitting:
-            return None
-        prefix = max(fitting, key=lambda x: len(x.key))
-        self._prefixes.remove(prefix)
-        self._prefixes.append(prefix)
-        return prefix
+        longest = max(fitting, key=lambda x: len(x.key), default=None)
+        if longest is not None:
+            self._prefixes.remove(longest)
+            self._prefixes.append(longest)
+        return longest
 
     def add(self, key: Tensor, cache: EvictionCache) -> None:
         """Add a prefix. ``cache`` has read the prefix and reads nothing else."""

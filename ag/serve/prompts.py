@@ -59,7 +59,7 @@ class RequestBuilder:
         if params.n > self._scheduler.batch:
             raise ApiError(400, f"n={params.n}: expected at most {self._scheduler.batch} here.", "n")
         if isinstance(params, ChatCompletionRequest):
-            return [self._request(params, *self._encode_chat(params), "messages")]
+            return [self._encode_chat(params)]
         assert isinstance(params, CompletionRequest)
         texts = params.prompts
         if len(texts) > self._scheduler.queue:
@@ -243,47 +243,39 @@ class RequestBuilder:
         """Return a chat and its text from the chat template."""
         if self._tokenizer.chat_template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
+        tokenizer, variables, opens = self._tokenizer, params.template_variables, params.opens_completion
+        chat = Chat([message.for_template() for message in params.messages], variables, params.continue_final_message)
         try:
-            messages, variables = [message.for_template() for message in params.messages], params.template_variables
-            unfilled = Chat(messages, variables, params.continue_final_message)
-            chat, text = self._render_chat(unfilled, params.opens_completion)
-            self._check_rendered(chat, params.opens_completion)
-            if params.reasoning_effort is not None and not reads(
-                self._tokenizer, "reasoning_effort", variables.get("tools")
-            ):
+            try:
+                text = chat.text(tokenizer, opens)
+            except UserError:  # of a template that needs the content of each message
+                filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
+                if filled == chat:
+                    raise
+                chat, text = filled, filled.text(tokenizer, opens)
+            self._check_rendered(chat, opens)
+            tools = variables.get("tools")
+            if params.reasoning_effort is not None and not reads(tokenizer, "reasoning_effort", tools):
                 message = "the chat template of the model has no reasoning_effort: leave it out."
                 raise ApiError(400, message, "reasoning_effort")
-            without_tools = "tools" in variables and replace(chat, variables={**variables, "tools": None})
-            if without_tools and without_tools.text(self._tokenizer, params.opens_completion) == text:
+            if tools and replace(chat, variables={**variables, "tools": None}).text(tokenizer, opens) == text:
                 raise ApiError(400, "the chat template of the model leaves tools out: leave them out too.", "tools")
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         return chat, text
 
-    def _encode_chat(self, params: ChatCompletionRequest) -> tuple[list[int], Any]:
-        """Return the token ids of a chat, and its protected spans."""
+    def _encode_chat(self, params: ChatCompletionRequest) -> EncodedPrompt:
+        """Return the request of a chat."""
         chat, text = self._chat(params)
         requested = None if params.ag is None else params.ag.protect
         parts = self._limits.protect if requested is None else requested
         protect = spans(self._tokenizer, chat, parts, params.opens_completion) if parts else ()
         # the template writes the special tokens itself
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
-
-    def _render_chat(self, chat: Chat, opens_completion: bool) -> tuple[Chat, str]:
-        """Return the chat and its text. If the template fails, messages without content get an empty content."""
-        try:
-            return chat, chat.text(self._tokenizer, opens_completion)
-        except UserError:
-            filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
-            if filled == chat:
-                raise
-            return filled, filled.text(self._tokenizer, opens_completion)
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._request(params, ids, protect, "messages")
 
     def _check_rendered(self, chat: Chat, opens_completion: bool) -> None:
-        """Refuse tool calls and tool results that the template leaves out.
-
-        A random word replaces each of them, and must occur in the text.
-        """
+        """Refuse tool calls and results that the template leaves out: a random word in place of each must occur."""
         words: dict[str, str] = {}  # by parameter
         messages = [dict(message) for message in chat.messages]
         for index, message in enumerate(messages):

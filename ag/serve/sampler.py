@@ -14,6 +14,7 @@ from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -21,6 +22,7 @@ from transformers import (
 from ag.serve.request import Request, Token
 
 ROWS = 512  # rows of logits that are converted to float32 at once
+COLDEST = 1e-25  # a lower temperature is greedy: quotients of logits would become infinite
 
 
 class Sampler:
@@ -33,7 +35,7 @@ class Sampler:
     """
 
     def __init__(self, request: Request, index: int = 0, end_tokens: Collection[int] = ()) -> None:
-        self._greedy, self._num_logprobs = request.temperature == 0, request.logprobs
+        self._greedy, self._num_logprobs = request.temperature < COLDEST, request.logprobs
         self._processors, self._generator = processors(request, end_tokens), torch.Generator()
         if request.seed is None:
             self._generator.seed()
@@ -79,18 +81,6 @@ def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Token]:
     return scored_tokens
 
 
-class _Temperature(LogitsProcessor):
-    """Divides logits by a temperature. The largest logit is shifted to 0 first, to keep the quotients finite."""
-
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the scaled scores, up to a constant."""
-        shifted = scores.double() - scores.double().amax(-1, keepdim=True)  # in float32 1e-46 is 0
-        return cast("torch.FloatTensor", (shifted / self.temperature).to(scores.dtype))
-
-
 class _Occurrences(LogitsProcessor):
     """Lowers the logits of tokens that occur in the completion, after ``num_prompt`` tokens (penalties of OpenAI)."""
 
@@ -105,7 +95,7 @@ class _Occurrences(LogitsProcessor):
 
 def processors(request: Request, end_tokens: Collection[int] = ()) -> LogitsProcessorList:
     """Return the logits processors of a request, in the order of ``model.generate``."""
-    num_prompt, samples = len(request.tokens), request.temperature > 0
+    num_prompt, samples = len(request.tokens), request.temperature >= COLDEST
     penalties = request.frequency_penalty, request.presence_penalty
     bias = [[[token], value] for token, value in request.logit_bias.items()]
     least = num_prompt, request.min_tokens, [*end_tokens]
@@ -114,7 +104,7 @@ def processors(request: Request, end_tokens: Collection[int] = ()) -> LogitsProc
         (request.repetition_penalty != 1, RepetitionPenaltyLogitsProcessor, (request.repetition_penalty,)),
         (any(penalties), _Occurrences, (num_prompt, *penalties)),
         (bool(request.min_tokens and end_tokens), MinNewTokensLengthLogitsProcessor, least),
-        (samples and request.temperature != 1, _Temperature, (request.temperature,)),
+        (samples and request.temperature != 1, TemperatureLogitsWarper, (float(request.temperature),)),
         (samples and request.top_k > 0, TopKLogitsWarper, (request.top_k,)),
         (samples and request.top_p < 1, TopPLogitsWarper, (request.top_p,)),
         (samples and request.min_p > 0, MinPLogitsWarper, (request.min_p,)),
