@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ag.serve.detokenizer import Vocabulary
 from ag.serve.errors import request_id
 from ag.serve.metrics import Metrics
-from ag.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationParams
+from ag.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from ag.serve.request import EncodedPrompt, Event, Stream, Token
 from ag.serve.scheduler import Scheduler, StoppedError
 from ag.serve.snapshot import Memory
@@ -186,7 +186,7 @@ class CompletionWriter:
     """
 
     def __init__(
-        self, params: GenerationParams, vocabulary: Vocabulary, new_parser: Callable[[], OutputParser] | None = None
+        self, params: GenerationRequest, vocabulary: Vocabulary, new_parser: Callable[[], OutputParser] | None = None
     ) -> None:
         self.params, self._vocabulary, self._chat = params, vocabulary, isinstance(params, ChatCompletionRequest)
         name = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"

@@ -115,7 +115,7 @@ class Service:
 
         return Route(path, endpoint, methods=["POST"])
 
-    async def _complete(self, params: protocol.GenerationParams) -> ASGIApp:
+    async def _complete(self, params: protocol.GenerationRequest) -> ASGIApp:
         """Continue a chat or texts."""
         prompts = await self._encode(self._prompts.requests, params)
         parser = self._prompts.output_parser(params, prompts[0].request.tokens)

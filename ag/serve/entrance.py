@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import re
 import uuid
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -81,7 +82,7 @@ class Entrance:
         if self.open >= self._max_open:
             raise QueueFullError(f"{self._max_open} requests are open, the limit of this server: try again later.")
         self.open += 1
-        tasks: list[asyncio.Future[object]] = []
+        tasks: list[asyncio.Future[Any]] = []
         try:
             messages: list[Message] = [{"type": "http.request", "body": await self._body(http)}]
 

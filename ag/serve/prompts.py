@@ -22,7 +22,7 @@ from ag.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationParams,
+    GenerationRequest,
     TokenizeRequest,
 )
 from ag.serve.request import EncodedPrompt, Request, SamplingParams, Token
@@ -54,13 +54,12 @@ class RequestBuilder:
         self._calls = tool_call_format(self._tokenizer)
         self._ruled_calls = tool_call_format(self._tokenizer, ruled=True)
 
-    def requests(self, params: GenerationParams) -> list[EncodedPrompt]:
+    def requests(self, params: GenerationRequest) -> list[EncodedPrompt]:
         """Return the requests of a chat or of texts, one per prompt."""
         if params.n > self._scheduler.batch:
             raise ApiError(400, f"n={params.n}: expected at most {self._scheduler.batch} here.", "n")
         if isinstance(params, ChatCompletionRequest):
             return [self._encode_chat(params)]
-        assert isinstance(params, CompletionRequest)
         texts = params.prompts
         if len(texts) > self._scheduler.queue:
             raise ApiError(400, f"{len(texts)} prompts: expected at most {self._scheduler.queue} here.", "prompt")
@@ -83,7 +82,7 @@ class RequestBuilder:
         return {"prompt": self._tokenizer.decode(params.tokens)}
 
     def _request(
-        self, params: GenerationParams, tokens: list[int], protect: Any, param: str, echo: tuple[Token, ...] = ()
+        self, params: GenerationRequest, tokens: list[int], protect: Any, param: str, echo: tuple[Token, ...] = ()
     ) -> EncodedPrompt:
         """Return the request of one prompt. ``param`` is the prompt's parameter, for errors."""
         if not tokens:
@@ -98,7 +97,7 @@ class RequestBuilder:
         if params.min_tokens > max_tokens:
             message = f"min_tokens={params.min_tokens}: expected at most {max_tokens}, the most tokens here."
             raise ApiError(400, message, "min_tokens")
-        is_chat = isinstance(params, ChatCompletionRequest)
+        chat = params if isinstance(params, ChatCompletionRequest) else None
         scored = [params.prompt_logprobs, params.num_logprobs if echo else None]
         values: dict[str, Any] = {name: getattr(params, name) for name in SamplingParams.model_fields}
         values |= {
@@ -107,12 +106,12 @@ class RequestBuilder:
             "reserved": None if params.token_limit else RESERVED,
             "logit_bias": params.logit_bias,
             "stop": (params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
-            "continues": not is_chat or params.continue_final_message,
+            "continues": chat is None or chat.continue_final_message,
             "logprobs": params.num_logprobs,
             "prompt_logprobs": max((number for number in scored if number is not None), default=None),
             "policy": self._policy(params.ag.policy, params.ag.budget) if params.ag else None,
             "kept": params.ag is not None,
-            "special": is_chat and bool(params.callable_tools) and self._calls is not None,
+            "special": chat is not None and bool(chat.callable_tools) and self._calls is not None,
             "grammar": self._grammar(params, tokens),
             "protect": tuple((first, end) for first, end in protect),
             "wait_seconds": self._limits.wait_seconds,
@@ -161,7 +160,7 @@ class RequestBuilder:
 
     # ---- grammars and calls
 
-    def output_parser(self, params: GenerationParams, tokens: Sequence[int]) -> Callable[[], OutputParser] | None:
+    def output_parser(self, params: GenerationRequest, tokens: Sequence[int]) -> Callable[[], OutputParser] | None:
         """Return a factory of parsers for completions to a prompt. None: a completion is content only."""
         if not isinstance(params, ChatCompletionRequest) or not params.callable_tools:
             return None
@@ -171,7 +170,7 @@ class RequestBuilder:
         tools = params.template_variables["tools"]
         return partial(OutputParser, calls, self._tokenizer.decode(tokens), tools, params.parallel_tool_calls)
 
-    def _grammar(self, params: GenerationParams, tokens: Sequence[int]) -> Any:
+    def _grammar(self, params: GenerationRequest, tokens: Sequence[int]) -> Any:
         """Return a matcher of the grammar that completions to a prompt follow. None: free text."""
         rule = params.rule
         matcher = None if rule is None else self._compile_grammar(*rule)
@@ -203,7 +202,7 @@ class RequestBuilder:
         except UserError as error:
             raise ApiError(400, f"{param}: {error}", param) from None
 
-    def _max_tokens(self, params: GenerationParams, num_prompt: int, param: str) -> int:
+    def _max_tokens(self, params: GenerationRequest, num_prompt: int, param: str) -> int:
         """Return the largest number of tokens of a completion after ``num_prompt`` prompt tokens."""
         max_completion = self._limits.answer_tokens or sys.maxsize
         context_length = self._scheduler.context_length_of(num_prompt)

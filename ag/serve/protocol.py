@@ -347,6 +347,9 @@ class CompletionRequest(GenerationParams):
         return cast("Sequence[str | list[int]]", [self.prompt] if is_single else self.prompt)
 
 
+GenerationRequest = ChatCompletionRequest | CompletionRequest
+
+
 class TokenizeRequest(ChatCompletionRequest):
     """The parameters of ``/tokenize`` in vLLM's format: a text or a chat."""
 

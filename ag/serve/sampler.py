@@ -104,7 +104,7 @@ def processors(request: Request, end_tokens: Collection[int] = ()) -> LogitsProc
         (request.repetition_penalty != 1, RepetitionPenaltyLogitsProcessor, (request.repetition_penalty,)),
         (any(penalties), _Occurrences, (num_prompt, *penalties)),
         (bool(request.min_tokens and end_tokens), MinNewTokensLengthLogitsProcessor, least),
-        (samples and request.temperature != 1, TemperatureLogitsWarper, (float(request.temperature),)),
+        (samples and request.temperature != 1, TemperatureLogitsWarper, (request.temperature,)),
         (samples and request.top_k > 0, TopKLogitsWarper, (request.top_k,)),
         (samples and request.top_p < 1, TopPLogitsWarper, (request.top_p,)),
         (samples and request.min_p > 0, MinPLogitsWarper, (request.min_p,)),
