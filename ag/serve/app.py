@@ -56,9 +56,7 @@ class Service:
 
     def __init__(self, scheduler: Scheduler, name: str, config: ServeConfig) -> None:
         self.scheduler, self.name, self.config = scheduler, name, config
-        #: Text of the policy, for the live page.
-        self.policy = policy_text(scheduler.policy)
-        #: What every request passes.
+        self.policy = policy_text(scheduler.policy)  # for the live page
         self.entrance = Entrance(config, max_open=2 * (scheduler.queue + scheduler.batch))
         self._started_at, self._page = int(time.time()), page()
         self._prompts = RequestBuilder(scheduler, config)

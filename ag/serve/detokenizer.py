@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -62,58 +63,47 @@ class Vocabulary:
         return text[len(context) :] if text.startswith(context) else str(self._backend.decode([token], **options))
 
 
+@dataclass(eq=False)
 class Detokenizer:
     """Turns the tokens of a completion into text, one token at a time.
 
     A character is released once it is complete. Bytes that cannot become a character are released as U+FFFD. Text that
     may begin a stop text is pending until it cannot.
-
-    Args:
-        vocabulary: texts of the tokenizer's tokens.
-        stop: non-empty texts that end the completion. The text of a special token matches that token's id only.
-        include_stop: True if the completion includes the stop text that ends it.
-        min_tokens: number of tokens before which no stop text ends the completion.
-        continues: True if the completion continues a text: its first word may begin with a space.
-        keep_special: True if special tokens have a text, as in a prompt.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        continues: bool = False,
-        keep_special: bool = False,
-    ) -> None:
-        self._vocabulary, self._stop, self._at_start = vocabulary, tuple(stop), not continues
-        self._special = {token: text.encode() for text, token in vocabulary.special.items()} if keep_special else {}
-        self._stop_tokens = {vocabulary.special[text]: text for text in stop if text in vocabulary.special}
-        self._include_stop, self._min_tokens_left = include_stop, min_tokens
+    vocabulary: Vocabulary  # texts of the tokenizer's tokens
+    #: Non-empty texts that end the completion. The text of a special token matches that token's id only.
+    stop: Sequence[str] = ()
+    include_stop: bool = False  # True if the completion includes the stop text that ends it
+    min_tokens: int = 0  # number of tokens before which no stop text ends the completion; falls with each token
+    continues: bool = False  # True if the completion continues a text: its first word may begin with a space
+    keep_special: bool = False  # True if special tokens have a text, as in a prompt
+    length: int = 0  # characters so far, pending characters included
+    num_released: int = 0  # characters released so far
+    stopped: bool = False  # True once a stop text has occurred
+
+    def __post_init__(self) -> None:
+        special = self.vocabulary.special
+        self._special = {token: text.encode() for text, token in special.items()} if self.keep_special else {}
+        self._stop_tokens = {special[text]: text for text in self.stop if text in special}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""  # text that is not released yet
-        #: Characters so far, pending characters included.
-        self.length = 0
-        #: Characters released so far.
-        self.num_released = 0
-        #: True once a stop text has occurred.
-        self.stopped = False
 
     def add(self, token: int) -> str:
         """Add the next token and return the text that became final."""
-        self._min_tokens_left -= 1
-        if token in self._stop_tokens and self._min_tokens_left < 0:
+        self.min_tokens -= 1
+        if token in self._stop_tokens and self.min_tokens < 0:
             self._pend(b"", last=True)
-            self._pending += self._stop_tokens[token] if self._include_stop and not self.stopped else ""
+            self._pending += self._stop_tokens[token] if self.include_stop and not self.stopped else ""
             self.stopped = True
             return self.flush()
-        token_bytes = self._vocabulary.bytes_of(token)
-        if token_bytes and self._at_start:
-            token_bytes, self._at_start = self._vocabulary.bytes_of(token, at_start=True), False
+        token_bytes = self.vocabulary.bytes_of(token)
+        if token_bytes and not self.continues:
+            token_bytes, self.continues = self.vocabulary.bytes_of(token, at_start=True), True
         self._pend(self._special.get(token, token_bytes))
         if self.stopped:
             return self.flush()
-        pending, stops = self._pending, self._stop
+        pending, stops = self._pending, self.stop
         prefixes = (text[:length] for text in stops for length in range(min(len(text), len(pending) + 1)))
         return self._release(len(pending) - max((len(x) for x in prefixes if pending.endswith(x)), default=0))
 
@@ -128,11 +118,11 @@ class Detokenizer:
         text = self._decoder.decode(data, last)
         self.length += len(text)
         self._pending += text
-        stop = self._stop if self._min_tokens_left < 0 else ()
+        stop = self.stop if self.min_tokens < 0 else ()
         if stops := [(start, text) for text in stop if (start := self._pending.find(text)) >= 0]:
             start, text = min(stops)
             self.stopped = True
-            self._pending = self._pending[: start + len(text) * self._include_stop]
+            self._pending = self._pending[: start + len(text) * self.include_stop]
 
     def _release(self, length: int) -> str:
         text, self._pending = self._pending[:length], self._pending[length:]

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import re
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -20,20 +21,14 @@ BODY_SECONDS = 30  # longest time for a body to arrive
 READ_MULTIPLE = 16  # a longer body is read up to this multiple of the limit: then its client sees the refusal
 
 
+@dataclass
 class Entrance:
-    """Checks requests, and counts the open ones.
+    """Checks requests, and counts the open ones. One is open until its response was sent or its client has left."""
 
-    Args:
-        config: has the key, and the limit of bodies.
-        max_open: largest number of open requests. A request is open until its response was sent or its client has left.
-    """
-
-    def __init__(self, config: ServeConfig, max_open: int) -> None:
-        self._config, self._max_open = config, max_open
-        #: True while the server stops: new requests are refused.
-        self.draining = False
-        #: Number of open requests.
-        self.open = 0
+    config: ServeConfig  # has the key, and the limit of bodies
+    max_open: int  # largest number of open requests
+    draining: bool = False  # True while the server stops: new requests are refused
+    open: int = 0  # number of open requests
 
     def guard(self, app: ASGIApp) -> ASGIApp:
         """Return an app that answers the requests that may pass, and refuses the others.
@@ -69,18 +64,18 @@ class Entrance:
         return answer
 
     def _check_key(self, http: Request) -> None:
-        if not self._config.api_key or http.scope["path"] in OPEN_PATHS:
+        if not self.config.api_key or http.scope["path"] in OPEN_PATHS:
             return
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._config.api_key.encode())
+        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self.config.api_key.encode())
         if scheme.lower() != "bearer" or not is_right:
             message = "expected the header Authorization: Bearer KEY with this server's key."
             raise ApiError(401, message, code="invalid_api_key")
 
     async def _post(self, app: ASGIApp, http: Request, send: Send) -> None:
         """Let an app answer a request with a body, and cancel that if the client disconnects."""
-        if self.open >= self._max_open:
-            raise QueueFullError(f"{self._max_open} requests are open, the limit of this server: try again later.")
+        if self.open >= self.max_open:
+            raise QueueFullError(f"{self.max_open} requests are open, the limit of this server: try again later.")
         self.open += 1
         tasks: list[asyncio.Future[Any]] = []
         try:
@@ -112,7 +107,7 @@ class Entrance:
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # web forms of foreign pages cannot send this type
             raise ApiError(415, "expected the header Content-Type: application/json.")
-        limit = self._config.body_bytes
+        limit = self.config.body_bytes
         body, length = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):

@@ -132,33 +132,25 @@ class EncodedPrompt:
 Event = Token | Exception | None
 
 
+@dataclass(eq=False)
 class Stream:
-    """One completion while it is generated. Iteration waits for tokens. Any thread may read or cancel it.
+    """One completion while it is generated. Iteration waits for tokens. Any thread may read or cancel it."""
 
-    Args:
-        detokenizer: detokenizer of the completion. After the end its ``flush()`` returns the pending text.
-        on_event: is called with each event in the scheduler's thread, and must not block. Iteration then yields
-            nothing. None: events are queued for iteration.
-    """
+    detokenizer: Detokenizer  # after the end its ``flush()`` returns the pending text
+    #: Is called with each event in the scheduler's thread, must not block, and iteration yields nothing. None: events
+    #: are queued for iteration.
+    on_event: Callable[[Event], None] | None = None
+    reason: Reason | None = None  # why the completion ended; None: it goes on
+    cancelled: bool = False  # whether :meth:`cancel` was called
+    # set before the first event
+    prompt: tuple[Token, ...] = ()  # prompt tokens with log-probabilities, if requested
+    num_cached_tokens: int = 0  # prompt tokens from a cached prefix
+    kept_share: float | None = None  # of the prompt's entries after prefill, if requested
+    memory: Memory = Memory()  # what the cache holds of the prompt and the completion; set after each step too
 
-    def __init__(self, detokenizer: Detokenizer, on_event: Callable[[Event], None] | None = None) -> None:
-        self.detokenizer = detokenizer
-        #: Why the completion ended. None: it goes on.
-        self.reason: Reason | None = None
-        #: Whether :meth:`cancel` was called.
-        self.cancelled = False
-        #: Prompt tokens with log-probabilities, if requested. Set before the first event.
-        self.prompt: tuple[Token, ...] = ()
-        # set before the first event:
-        #: Number of prompt tokens from a cached prefix.
-        self.num_cached_tokens = 0
-        #: Kept share of the prompt's entries after prefill, if requested. Set before the first event.
-        self.kept_share: float | None = None
-        #: What the cache holds of the prompt and the completion. Set before the first event, and after each step.
-        self.memory = Memory()
+    def __post_init__(self) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        #: Passes an event to the reader.
-        self.put = on_event or self._events.put
+        self.put = self.on_event or self._events.put
 
     def __iter__(self) -> Iterator[Token]:
         """Yield the tokens.

@@ -180,10 +180,8 @@ class Scheduler:
         self._lock = threading.Condition()
         self._stopping = False
         self._stop_error: StoppedError | None = None  # the error that ends every completion
-        #: True once :meth:`run` has raised.
-        self.failed = False
-        #: Bounds of requests under the scheduler's policy.
-        self.admission = self._default_batch.admission
+        self.failed = False  # True once :meth:`run` has raised
+        self.admission = self._default_batch.admission  # bounds of requests under the scheduler's policy
         end_tokens = getattr(model.generation_config, "eos_token_id", None)
         #: Ids of the model's end tokens.
         self.end_tokens: set[int] = {end_tokens} if isinstance(end_tokens, int) else {*(end_tokens or ())}

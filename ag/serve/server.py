@@ -127,8 +127,7 @@ class Server(uvicorn.Server):
         self._scheduler, self._entrance = service.scheduler, service.entrance
         self._end: float | None = None  # time at which running completions are cut
         self._signal = ""  # name of the first signal, until it is logged
-        #: Number of requests that were cut at the end.
-        self.cut = 0
+        self.cut = 0  # number of requests that were cut at the end
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests after SIGTERM or Ctrl-C. A second signal ends the server at once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, repeat
 from typing import Any
@@ -20,17 +21,13 @@ from torch import Tensor
 from ag.errors import UserError, need
 
 
+@dataclass(eq=False)
 class Grammars:
-    """Compiles grammars for one model.
+    """Compiles grammars for one model."""
 
-    Args:
-        tokenizer: the model's tokenizer, a fast tokenizer.
-        vocabulary: size of the model's vocabulary.
-        end_tokens: ids of the tokens that end a text.
-    """
-
-    def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Collection[int]) -> None:
-        self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
+    tokenizer: Any  # the model's tokenizer, a fast tokenizer
+    vocabulary: int  # size of the model's vocabulary
+    end_tokens: Collection[int]  # ids of the tokens that end a text
 
     @cached_property
     def _tokens(self) -> Any:
@@ -38,9 +35,9 @@ class Grammars:
         from llguidance import LLTokenizer, TokenizerWrapper
         from llguidance.hf import from_tokenizer
 
-        ll_tokenizer = from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._end_tokens) or None)
+        ll_tokenizer = from_tokenizer(self.tokenizer, self.vocabulary, sorted(self.end_tokens) or None)
         plain: Any = TokenizerWrapper(_PlainText(ll_tokenizer))
-        return LLTokenizer(plain, n_vocab=self._vocabulary, eos_token=ll_tokenizer.eos_tokens)
+        return LLTokenizer(plain, n_vocab=self.vocabulary, eos_token=ll_tokenizer.eos_tokens)
 
     def __call__(self, kind: str, text: str) -> Any:
         """Return a new matcher, which has read no token.

@@ -147,10 +147,8 @@ class OutputParser:
         # characters of the parser's text that were emitted, or belong to no part
         self._num_emitted = len(self._parser._buffer)
         self._end, self._parallel = calls.end, parallel
-        #: True if the prompt has opened thoughts: the completion begins with them.
-        self.thinks = self._parser._current == "reasoning_content"
-        #: Number of calls so far.
-        self.count = 0
+        self.thinks = self._parser._current == "reasoning_content"  # True if the prompt has opened thoughts
+        self.count = 0  # number of calls so far
 
     def add(self, text: str, last: bool = False) -> dict[str, Any]:
         """Return the new parts of an OpenAI message after more text; ``last`` ends the completion.
