@@ -186,7 +186,7 @@ class RequestBuilder:
         if chat.structured_outputs:
             message = "structured_outputs excludes calls of tools: leave it out, or set tool_choice='none'."
             raise ApiError(400, message, "structured_outputs")
-        if self._calls is None or self._calls.before_arguments is None:
+        if self._calls is None or self._calls.call is None:
             param = "tool_choice" if must_call else "response_format"
             message = f"{param}: how the chat template writes calls is unknown here: leave it out, or the tools."
             raise ApiError(400, message, param)

@@ -21,9 +21,7 @@ class ToolCallFormat:
     """The format in which a chat template writes tool calls."""
 
     response: Mapping[str, Any]  # response template of transformers, for text with special tokens
-    #: Text of a call up to its arguments, with ``NAME``. None: calls cannot be forced.
-    before_arguments: str | None = None
-    after_arguments: str = ""  # text of a call after its arguments
+    call: str | None = None  # text of a call, with ``NAME`` and ``ARGUMENTS``; None: calls cannot be forced
     end: str = "(?!)"  # pattern of the text that ends a completion and is not part of it
 
     def grammar(
@@ -40,12 +38,10 @@ class ToolCallFormat:
         rules = [] if content_schema is None else [f"other: %json {content_schema}"]
         for index, tool in enumerate(tools):
             name = json.dumps(tool.function.name, ensure_ascii=False)[1:-1]
-            before_arguments = self._rule((self.before_arguments or "").replace("NAME", name), special)
-            after_arguments = self._rule(self.after_arguments, special)
-            rules.append(f"call{index}: {before_arguments} arguments{index} {after_arguments}")
-            rules.append(f"arguments{index}: %json {json.dumps(tool.function.parameters or _NO_PARAMETERS)}")
-        alternatives = [rule.partition(":")[0] for rule in rules if not rule.startswith("arguments")]
-        start = " | ".join(alternatives)
+            before, after = (self._rule(x.replace("NAME", name), special) for x in str(self.call).split("ARGUMENTS"))
+            schema = json.dumps(tool.function.parameters or _NO_PARAMETERS)
+            rules.append(f"call{index}: {before} %json {schema} {after}")
+        start = " | ".join(rule.partition(":")[0] for rule in rules)
         if thinks:
             start, thoughts_rule = rf"thoughts /\s*/ ({start})", f"thoughts: /(?s:.*)/ <[{special.get(THOUGHT)}]>"
             rules.append(thoughts_rule if THOUGHT in special else f'thoughts[suffix="{THOUGHT}"]: /(?s:.*)/')
@@ -58,24 +54,19 @@ class ToolCallFormat:
         return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x, ensure_ascii=False) for x in parts if x)
 
 
-#: How families of chat templates write calls, by a pattern of the template; the first match applies. The text of a call
-#: before and after its arguments, then its name, its arguments and its region for transformers' parser. ``END`` ends a
-#: completion.
-FAMILIES: Mapping[str, tuple[str, str, str, str, Mapping[str, Any]]] = {
+#: How families of chat templates write calls, by a pattern of the template; the first match applies: a call, its name
+#: and its arguments, and its region for transformers' parser, in which ``END`` ends a completion.
+FAMILIES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
     # Hermes, Qwen 2.5 and 3, and others since
     r'<tool_call>[^<]{0,80}?"name': (
-        '<tool_call>\n{"name": "NAME", "arguments": ',
-        "}\n</tool_call>",
-        "{content.name}",
-        "{content.arguments}",
+        '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+        {"name": "{content.name}", "arguments": "{content.arguments}"},
         {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True},
     ),
     # Mistral since version 11, then earlier versions
     r"\[ARGS\]": (
-        "[TOOL_CALLS]NAME[ARGS]",
-        "",
-        "{name}",
-        "{content}",
+        "[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
+        {"name": "{name}", "arguments": "{content}"},
         {
             "open_pattern": r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
             "close_pattern": r"(?=\[TOOL_CALLS\])|END",
@@ -83,18 +74,14 @@ FAMILIES: Mapping[str, tuple[str, str, str, str, Mapping[str, Any]]] = {
         },
     ),
     r"\[TOOL_CALLS\]": (
-        '[TOOL_CALLS][{"name": "NAME", "arguments": ',
-        "}]",
-        "{name}",
-        "{arguments}",
+        '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]',
+        {"name": "{name}", "arguments": "{arguments}"},
         {"open_pattern": r"\s*\[TOOL_CALLS\]", "close_pattern": "END", "transform_each": True},
     ),
     # Llama 3.1 to 3.3: the whole completion is a call
     r"""'"parameters": '""": (
-        '{"name": "NAME", "parameters": ',
-        "}",
-        "{content.name}",
-        "{content.parameters}",
+        '{"name": "NAME", "parameters": ARGUMENTS}',
+        {"name": "{content.name}", "arguments": "{content.parameters}"},
         {"open_pattern": r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)', "close_pattern": "END"},
     ),
 }
@@ -117,19 +104,14 @@ def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | No
     family = next((family for pattern, family in FAMILIES.items() if re.search(pattern, template)), None)
     if family is None:
         return None if own is None else ToolCallFormat(own, end=end)
-    before_arguments, after_arguments, name, arguments, region = family
-    function = {"name": name, "arguments": arguments}
+    call, function, region = family
     calls = {"content": "json", "transform": {"type": "function", "function": function}}
-    calls |= {key: value.replace("END", end) if key == "close_pattern" else value for key, value in region.items()}
-    fields = {
-        "reasoning_content": {"open": "<think>", "close": THOUGHT},
-        "tool_calls": calls,
-        "content": {"close_pattern": end},
-    }
+    calls |= {key: value.replace("END", end) if isinstance(value, str) else value for key, value in region.items()}
+    thoughts = {"open": "<think>", "close": THOUGHT}
+    fields = {"reasoning_content": thoughts, "tool_calls": calls, "content": {"close_pattern": end}}
     # some templates open the thoughts behind the beginning of the assistant's turn
-    anchor = r"\A(?:.*<\|im_start\|>assistant\n|.*)" if "<tool_call>" in before_arguments else r"\A.*"
-    response = own or {"start_anchor_pattern": anchor, "fields": fields}
-    return ToolCallFormat(response, before_arguments, after_arguments, end)
+    anchor = r"\A(?:.*<\|im_start\|>assistant\n|.*)" if "<tool_call>" in call else r"\A.*"
+    return ToolCallFormat(own or {"start_anchor_pattern": anchor, "fields": fields}, call, end)
 
 
 class OutputParser:
