@@ -44,11 +44,6 @@ class CompletionDelta:
 class CompletionStream:
     """The completions to the prompts of one request, as an asynchronous iterator of :class:`CompletionDelta`.
 
-    Args:
-        prompts: the prompts.
-        scheduler: generates the completions in another thread.
-        metrics: record the requests, the seconds per token, and why completions ended.
-
     Raises:
         QueueFullError: when the queue is full; then no prompt is read.
         StoppedError: when the scheduler has stopped or failed.
@@ -179,10 +174,7 @@ class CompletionStream:
 class CompletionWriter:
     """Writes the completions of one request as JSON, whole or as events of a stream.
 
-    Args:
-        params: parameters of the request.
-        vocabulary: texts of tokens.
-        new_parser: makes a parser that splits a completion into content, thoughts and calls. None: content only.
+    ``new_parser`` makes a parser that splits a completion into content, thoughts and calls. None: content only.
     """
 
     def __init__(

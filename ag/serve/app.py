@@ -46,13 +46,7 @@ EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class Service:
-    """The endpoints of one model.
-
-    Args:
-        scheduler: generates the completions.
-        name: the model's name, for clients.
-        config: the server's configuration.
-    """
+    """The endpoints of one model, which clients know by ``name``."""
 
     def __init__(self, scheduler: Scheduler, name: str, config: ServeConfig) -> None:
         self.scheduler, self.name, self.config = scheduler, name, config

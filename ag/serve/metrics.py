@@ -21,9 +21,7 @@ REASONS = ("stop", "length", "cancelled", "timeout", "error")
 class Metrics:
     """Counters, gauges and histograms of a server, in a registry of Prometheus' client.
 
-    Args:
-        snapshot: returns the snapshot of the scheduler.
-        context_length: largest number of tokens of a sequence. None: no limit.
+    ``snapshot()`` is the scheduler's snapshot. ``context_length`` None means that sequences have no limit.
     """
 
     def __init__(self, snapshot: Callable[[], Snapshot], context_length: int | None = None) -> None:

@@ -40,10 +40,6 @@ class RequestBuilder:
 
     Its methods raise an :class:`ApiError` for parameters that this model, its tokenizer or its chat template cannot
     serve, and a :class:`UserError` for a value out of range.
-
-    Args:
-        scheduler: answers the requests.
-        limits: limits of requests.
     """
 
     def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:

@@ -26,13 +26,7 @@ COLDEST = 1e-25  # a lower temperature is greedy: quotients of logits would beco
 
 
 class Sampler:
-    """Samples the tokens of one completion.
-
-    Args:
-        request: has the parameters of sampling.
-        index: index of the completion among the request's completions; added to the seed.
-        end_tokens: tokens that end the completion.
-    """
+    """Samples the tokens of one of a request's completions; its ``index`` is added to the seed."""
 
     def __init__(self, request: Request, index: int = 0, end_tokens: Collection[int] = ()) -> None:
         self._greedy, self._num_logprobs = request.temperature < COLDEST, request.logprobs

@@ -252,7 +252,7 @@ class Scheduler:
                 completion.batch = batch
             self._waiting.append(completions)
             if batch.prefixes is not None:
-                batch.prefixes.remember(completions[0].key())
+                batch.prefixes.recent_keys.append(completions[0].key())
             self._lock.notify()
         return streams
 
@@ -369,7 +369,7 @@ class Scheduler:
             blocks=self.pool.capacity,
             free=self.pool.free,
             block_nbytes=self.pool.block_nbytes(),
-            prefixes=sum(map(len, prefixes)),
+            prefixes=sum(len(each.prefixes) for each in prefixes),
             prefix_blocks=sum(each.num_blocks for each in prefixes),
             counts=replace(self.counts, num_ended=self.counts.num_ended.copy()),
         )
@@ -590,7 +590,7 @@ class Scheduler:
             return True
         if completion.batch.prefixes is not None:
             with self._lock:
-                completion.batch.prefixes.remember(completion.key())
+                completion.batch.prefixes.recent_keys.append(completion.key())
         return False
 
     # ---- preemption

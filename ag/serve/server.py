@@ -115,12 +115,7 @@ def _set_up_log() -> None:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that finishes running completions before it ends.
-
-    Args:
-        service: has the app to serve.
-        config: uvicorn's configuration.
-    """
+    """A uvicorn server that finishes running completions before it ends."""
 
     def __init__(self, service: Service, config: uvicorn.Config) -> None:
         super().__init__(config)

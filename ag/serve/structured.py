@@ -89,11 +89,7 @@ class _PlainText:
 
 
 class Masks:
-    """Computes the allowed next tokens in its own thread, during the model's forward pass.
-
-    Args:
-        vocabulary: size of the model's vocabulary.
-    """
+    """Computes the allowed next tokens of a vocabulary in its own thread, during the model's forward pass."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary, self._thread = vocabulary, ThreadPoolExecutor(1, "masks")

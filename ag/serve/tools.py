@@ -117,11 +117,7 @@ def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | No
 class OutputParser:
     """Splits a completion into content, thoughts and calls while it is generated.
 
-    Args:
-        calls: format of the chat template's calls.
-        prompt: text of the prompt with special tokens.
-        tools: the tools, as in OpenAI's API.
-        parallel: False keeps only the first call.
+    ``prompt`` is the text of the prompt with special tokens. Without ``parallel`` only the first call is kept.
     """
 
     def __init__(self, calls: ToolCallFormat, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
