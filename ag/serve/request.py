@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,7 +32,7 @@ class SamplingParams(BaseModel):
     A new one needs a field here, and a line in :func:`ag.serve.sampler.processors`.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     temperature: Temperature = 0.0  # divides logits before sampling; 0: greedy decoding
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the most probable tokens that sum to this
@@ -68,7 +68,7 @@ class Request(SamplingParams):
     continues: bool = True  # True: the prompt's text goes on; False: a new text, without a space before its first word
     special: bool = False  # True if a completion's text includes special tokens
     logprobs: Count | None = None  # number of most probable tokens to return per token; None: no log-probabilities
-    policy: Policy | None = None  # None: the scheduler's policy
+    policy: InstanceOf[Policy] | None = None  # None: the scheduler's policy
     kept: bool = False  # True if the stream reports the kept share of the prompt
     #: The completion's grammar: an unused matcher of :class:`ag.serve.structured.Grammars`. None: free text.
     grammar: Any = None
