@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ag.serve.request import Request as Request
-    from ag.serve.request import Stream as Stream
     from ag.serve.request import Token as Token
     from ag.serve.scheduler import Scheduler as Scheduler
+    from ag.serve.stream import Stream as Stream
 
 __all__ = ["Request", "Scheduler", "Stream", "Token"]
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from ag.serve.detokenizer import Vocabulary
 from ag.serve.errors import request_id
 from ag.serve.metrics import Metrics
 from ag.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from ag.serve.request import EncodedPrompt, Event, Stream, Token
+from ag.serve.request import EncodedPrompt, Token
 from ag.serve.scheduler import Scheduler, StoppedError
 from ag.serve.snapshot import Memory
+from ag.serve.stream import Event, Stream, Vocabulary
 from ag.serve.tools import OutputParser
 
 logger = logging.getLogger("ag.serve")

@@ -16,7 +16,6 @@ from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy, policy
 from ag.errors import UserError
 from ag.model.chat import Chat, reads, spans
-from ag.serve.detokenizer import Detokenizer
 from ag.serve.errors import ApiError
 from ag.serve.protocol import (
     ChatCompletionRequest,
@@ -27,6 +26,7 @@ from ag.serve.protocol import (
 )
 from ag.serve.request import EncodedPrompt, Request, SamplingParams, Token
 from ag.serve.scheduler import Scheduler
+from ag.serve.stream import Detokenizer
 from ag.serve.structured import Grammars
 from ag.serve.tools import OutputParser, tool_call_format
 
@@ -225,7 +225,7 @@ class RequestBuilder:
             starts = [*accumulate((first for first, _ in encoding.get("offset_mapping", ())), max), len(text)]
             token_texts = [text[first:end] for first, end in pairwise([0, *starts[1:]])]
         else:
-            reader = Detokenizer(self._scheduler.vocabulary, keep_special=True)
+            reader = Detokenizer(self._scheduler.vocabulary, Request(tokens=text, special=True, continues=False))
             ids, token_texts = text, [reader.add(token) for token in text] if params.echo else []
             token_texts[-1:] = [token_text + reader.flush() for token_text in token_texts[-1:]]  # half a character
         offsets = accumulate(map(len, token_texts), initial=0)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -15,8 +14,6 @@ from torch.nn import functional as F
 from ag.engine.masks import marked
 from ag.engine.policy import Policy
 from ag.errors import UserError, require
-from ag.serve.detokenizer import Detokenizer
-from ag.serve.snapshot import Memory
 
 #: Why a completion ended: an end token or stop text, ``max_tokens``, a cancellation, or a time limit.
 Reason = Literal["stop", "length", "cancelled", "timeout"]
@@ -126,43 +123,3 @@ class EncodedPrompt:
             replace(token, text=echoed.text, text_offset=echoed.text_offset)
             for token, echoed in zip(scored, self.echo, strict=True)
         )
-
-
-#: Events of a stream: tokens, then an error, or None at a normal end.
-Event = Token | Exception | None
-
-
-@dataclass(eq=False)
-class Stream:
-    """One completion while it is generated. Iteration waits for tokens. Any thread may read or cancel it."""
-
-    detokenizer: Detokenizer  # after the end its ``flush()`` returns the pending text
-    #: Is called with each event in the scheduler's thread, must not block, and iteration yields nothing. None: events
-    #: are queued for iteration.
-    on_event: Callable[[Event], None] | None = None
-    reason: Reason | None = None  # why the completion ended; None: it goes on
-    cancelled: bool = False  # whether :meth:`cancel` was called
-    # set before the first event
-    prompt: tuple[Token, ...] = ()  # prompt tokens with log-probabilities, if requested
-    num_cached_tokens: int = 0  # prompt tokens from a cached prefix
-    kept_share: float | None = None  # of the prompt's entries after prefill, if requested
-    memory: Memory = Memory()  # what the cache holds of the prompt and the completion; set after each step too
-
-    def __post_init__(self) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.put = self.on_event or self._events.put
-
-    def __iter__(self) -> Iterator[Token]:
-        """Yield the tokens.
-
-        Raises:
-            Exception: the error that ended the completion.
-        """
-        while (event := self._events.get()) is not None:
-            if isinstance(event, Exception):
-                raise event
-            yield event
-
-    def cancel(self) -> None:
-        """End the completion before the next step, which frees its blocks."""
-        self.cancelled = True

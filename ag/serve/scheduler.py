@@ -25,11 +25,11 @@ from ag.engine.policy import Policy, policy
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
 from ag.serve.admission import Admission, BlockNeed
-from ag.serve.detokenizer import Detokenizer, Vocabulary
 from ag.serve.prefix_cache import PrefixCache, key_of
-from ag.serve.request import Event, Reason, Request, Stream, Token
+from ag.serve.request import Reason, Request, Token
 from ag.serve.sampler import Sampler, with_logprobs
 from ag.serve.snapshot import Counts, Running, Snapshot, cached_tokens, memories
+from ag.serve.stream import Detokenizer, Event, Stream, Vocabulary
 from ag.serve.structured import Masks, advance
 
 
@@ -219,18 +219,10 @@ class Scheduler:
         end_tokens, stop_tokens = self.end_tokens_of(request)
         completions = []
         for index in range(request.n):
-            detokenizer = Detokenizer(
-                self.vocabulary,
-                request.stop,
-                include_stop=request.include_stop_str_in_output,
-                min_tokens=request.min_tokens,
-                continues=request.continues,
-                keep_special=request.special,
-            )
             completion = _Completion(
                 next(self._indices),
                 request,
-                Stream(detokenizer, on_event and partial(on_event, index)),
+                Stream(Detokenizer(self.vocabulary, request), on_event and partial(on_event, index)),
                 Sampler(request, index, end_tokens | stop_tokens),
                 token_ids,
                 submitted_at,

@@ -11,8 +11,8 @@ from transformers import AddedToken  # noqa: E402
 
 import ag  # noqa: E402
 from ag.serve import Scheduler, Token, scheduler  # noqa: E402
-from ag.serve.detokenizer import Vocabulary  # noqa: E402
 from ag.serve.protocol import Tool  # noqa: E402
+from ag.serve.stream import Vocabulary  # noqa: E402
 from ag.serve.structured import Grammars  # noqa: E402
 from ag.serve.tools import OutputParser, tool_call_format  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
