@@ -113,16 +113,17 @@ class Service:
         parser = self._prompts.output_parser(params, prompts[0].request.tokens)
         writer = CompletionWriter(params, self.scheduler.vocabulary, parser)
 
+        try:
+            completions = CompletionStream(prompts, self.scheduler, self._metrics)
+        except (QueueFullError, StoppedError):
+            raise
+        except UserError as error:  # too long for the pool
+            param = params.token_limit[0] if params.token_limit else params.prompt_param
+            raise ApiError(400, str(error), param) from None
+
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             response: Response
             with ExitStack() as at_end:  # when the response was sent, or its client has left
-                try:
-                    completions = CompletionStream(prompts, self.scheduler, self._metrics)
-                except (QueueFullError, StoppedError):
-                    raise
-                except UserError as error:  # too long for the pool
-                    param = params.token_limit[0] if params.token_limit else params.prompt_param
-                    raise ApiError(400, str(error), param) from None
                 at_end.callback(completions.close)
                 if params.stream:
                     events = _events(writer, completions, at_end)

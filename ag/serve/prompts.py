@@ -179,9 +179,6 @@ class RequestBuilder:
                 raise ApiError(400, f"{name}: an answer by a grammar excludes it: leave one of them out.", name)
         if chat is None:
             return matcher
-        if chat.structured_outputs:
-            message = "structured_outputs excludes calls of tools: leave it out, or set tool_choice='none'."
-            raise ApiError(400, message, "structured_outputs")
         if self._calls is None or self._calls.call is None:
             param = "tool_choice" if must_call else "response_format"
             message = f"{param}: how the chat template writes calls is unknown here: leave it out, or the tools."

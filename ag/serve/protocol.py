@@ -267,7 +267,8 @@ class ChatCompletionRequest(GenerationParams):
         alone = schema is not None and (schema.type == "json_schema") != (schema.json_schema is not None)
         opens_anew = self.continue_final_message and self.add_generation_prompt
         in_variables = self.reasoning_effort is not None and "reasoning_effort" in self.chat_template_kwargs
-        ruled_twice = self.structured_outputs and schema is not None and schema.type != "text"
+        ruled = self.structured_outputs is not None
+        ruled_twice = ruled and schema is not None and schema.type != "text"
         known = f"expected the name of one of the tools, {', '.join(names):.200}"
         return [
             *super()._clashes(),
@@ -280,6 +281,7 @@ class ChatCompletionRequest(GenerationParams):
                 "json_schema and type='json_schema' go together; add the other, or leave both out",
             ),
             ("response_format", ruled_twice, "excludes structured_outputs; leave one of them out"),
+            ("structured_outputs", ruled and self.callable_tools, "excludes calls of tools; leave one of them out"),
             ("tool_choice", self.must_call_tool and not names, "needs tools; add them, or leave this out"),
             ("tool_choice", chosen is not None and chosen not in names, known),
         ]
