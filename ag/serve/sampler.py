@@ -7,17 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process
 
 from ag.serve.request import Request, Token
 
@@ -75,7 +65,7 @@ def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Token]:
     return scored_tokens
 
 
-class _Occurrences(LogitsProcessor):
+class _Occurrences(logits_process.LogitsProcessor):
     """Lowers the logits of tokens that occur in the completion, after ``num_prompt`` tokens (penalties of OpenAI)."""
 
     def __init__(self, num_prompt: int, frequency: float, presence: float) -> None:
@@ -87,20 +77,21 @@ class _Occurrences(LogitsProcessor):
         return cast("torch.FloatTensor", scores - self.frequency * counts - self.presence * (counts > 0))
 
 
-def processors(request: Request, end_tokens: Collection[int] = ()) -> LogitsProcessorList:
+def processors(request: Request, end_tokens: Collection[int] = ()) -> logits_process.LogitsProcessorList:
     """Return the logits processors of a request, in the order of ``model.generate``."""
     num_prompt, samples = len(request.tokens), request.temperature >= COLDEST
-    penalties = request.frequency_penalty, request.presence_penalty
+    penalty, penalties = request.repetition_penalty, (request.frequency_penalty, request.presence_penalty)
     bias = [[[token], value] for token, value in request.logit_bias.items()]
     least = num_prompt, request.min_tokens, [*end_tokens]
     table: list[tuple[bool, Any, tuple[Any, ...]]] = [  # whether it changes logits, its class and arguments
-        (bool(bias), SequenceBiasLogitsProcessor, (bias,)),
-        (request.repetition_penalty != 1, RepetitionPenaltyLogitsProcessor, (request.repetition_penalty,)),
+        (bool(bias), logits_process.SequenceBiasLogitsProcessor, (bias,)),
+        (penalty != 1, logits_process.RepetitionPenaltyLogitsProcessor, (penalty,)),
         (any(penalties), _Occurrences, (num_prompt, *penalties)),
-        (bool(request.min_tokens and end_tokens), MinNewTokensLengthLogitsProcessor, least),
-        (samples and request.temperature != 1, TemperatureLogitsWarper, (request.temperature,)),
-        (samples and request.top_k > 0, TopKLogitsWarper, (request.top_k,)),
-        (samples and request.top_p < 1, TopPLogitsWarper, (request.top_p,)),
-        (samples and request.min_p > 0, MinPLogitsWarper, (request.min_p,)),
+        (bool(request.min_tokens and end_tokens), logits_process.MinNewTokensLengthLogitsProcessor, least),
+        (samples and request.temperature != 1, logits_process.TemperatureLogitsWarper, (request.temperature,)),
+        (samples and request.top_k > 0, logits_process.TopKLogitsWarper, (request.top_k,)),
+        (samples and request.top_p < 1, logits_process.TopPLogitsWarper, (request.top_p,)),
+        (samples and request.min_p > 0, logits_process.MinPLogitsWarper, (request.min_p,)),
     ]
-    return LogitsProcessorList(processor(*arguments) for changes, processor, arguments in table if changes)
+    chosen = (processor(*arguments) for changes, processor, arguments in table if changes)
+    return logits_process.LogitsProcessorList(chosen)

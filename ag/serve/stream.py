@@ -7,6 +7,7 @@ import queue
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -40,9 +41,11 @@ class Vocabulary:
         #: Ids of the special tokens, by text.
         self.special: dict[str, int] = {token.content: number for number, token in added.items() if token.special}
 
-    def text(self, token: int) -> str:
-        """Return the text of a token, special or not; part of a character is U+FFFD."""
-        return self._decode(token, skip_special_tokens=False)
+    def text(self, token: int, skip_special_tokens: bool = False) -> str:
+        """Return the text of a token; part of a character is U+FFFD."""
+        decode = partial(self._backend.decode, skip_special_tokens=skip_special_tokens)
+        context, text = (str(decode(ids)) for ids in (self._context_ids, [*self._context_ids, token]))
+        return text[len(context) :] if text.startswith(context) else str(decode([token]))
 
     def bytes_of(self, token: int, at_start: bool = False) -> bytes:
         """Return the UTF-8 bytes of a token, which may be part of a character. Special tokens have no bytes.
@@ -54,16 +57,10 @@ class Vocabulary:
         token_text = self._backend.id_to_token(token) or ""
         if self._falls_back and (byte := _BYTE.fullmatch(token_text)):
             return bytes.fromhex(byte[1])
-        text = str(self._backend.decode([token])) if at_start else self._decode(token, skip_special_tokens=True)
+        text = str(self._backend.decode([token])) if at_start else self.text(token, skip_special_tokens=True)
         if "\ufffd" in text and LETTERS.keys() >= set(token_text):
             return bytes(LETTERS[letter] for letter in token_text)
         return text.encode()
-
-    def _decode(self, token: int, **options: bool) -> str:
-        context, text = (
-            str(self._backend.decode(ids, **options)) for ids in (self._context_ids, [*self._context_ids, token])
-        )
-        return text[len(context) :] if text.startswith(context) else str(self._backend.decode([token], **options))
 
 
 class Detokenizer:
