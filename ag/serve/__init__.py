@@ -8,22 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ag.serve.request import Request as Request
-    from ag.serve.request import Stream as Stream
     from ag.serve.request import Token as Token
     from ag.serve.scheduler import Scheduler as Scheduler
-    from ag.serve.snapshot import Snapshot as Snapshot
+    from ag.serve.stream import Stream as Stream
 
-_PUBLIC = {
-    "Scheduler": "ag.serve.scheduler",
-    "Request": "ag.serve.request",
-    "Snapshot": "ag.serve.snapshot",
-    "Stream": "ag.serve.request",
-    "Token": "ag.serve.request",
-}
-__all__ = ["Scheduler", "Request", "Snapshot", "Stream", "Token"]
+__all__ = ["Request", "Scheduler", "Stream", "Token"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in __all__:
         raise AttributeError(f"module 'ag.serve' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    return getattr(import_module("ag.serve.scheduler"), name)

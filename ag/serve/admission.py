@@ -81,10 +81,6 @@ class Admission:
             decode=self._blocks(decode_tokens, num_prompt + num_decoded, min(num_decoded, MAX_HIDDEN)),
         )
 
-    def full_cache_tokens(self, blocks: int) -> int:
-        """Return how many tokens per KV head fit into a number of blocks without eviction."""
-        return int(blocks / sum(heads / size for heads, size in self._rows))
-
     def max_concurrent(self, request: Request, blocks: int) -> int:
         """Return how many copies of a request can run at once in a pool of ``blocks`` blocks."""
         need = self.need(request)
@@ -100,9 +96,12 @@ class Admission:
         """
         length = min(REQUEST, context_length or REQUEST)
         request = Request(tokens=[0] * (length - length // ANSWER), max_tokens=length // ANSWER)
-        fits = self.max_concurrent(request, blocks)
+        fits, tokens = (
+            self.max_concurrent(request, blocks),
+            int(blocks / sum(heads / size for heads, size in self._rows)),
+        )
         return (
-            f"memory for {self.full_cache_tokens(blocks):,} tokens of a whole cache: fits "
+            f"memory for {tokens:,} tokens of a whole cache: fits "
             f"{fits if batch is None else min(fits, batch)} requests of {length:,} tokens "
             f"({request.max_tokens:,} of the answer)"
         )
@@ -110,9 +109,7 @@ class Admission:
     def _capacity(self, protected: Tensor, num_tokens: int) -> int:
         """Return the tokens per KV head after an eviction: the budget, or the protected tokens if these are more.
 
-        Args:
-            protected: ``[T]`` bool, prompt tokens that the request protects.
-            num_tokens: tokens of the prompt and the completion so far.
+        ``protected`` ``[T]`` bool are the prompt tokens that the request protects, ``num_tokens`` all tokens so far.
         """
         assert self.policy.scorer is not None
         budget = self.policy.capacity(torch.tensor([len(protected)]))

@@ -6,10 +6,9 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-from fastapi.security.utils import get_authorization_scheme_param
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,20 +21,14 @@ BODY_SECONDS = 30  # longest time for a body to arrive
 READ_MULTIPLE = 16  # a longer body is read up to this multiple of the limit: then its client sees the refusal
 
 
+@dataclass
 class Entrance:
-    """Checks requests, and counts the open ones.
+    """Checks requests, and counts the open ones. One is open until its response was sent or its client has left."""
 
-    Args:
-        config: has the key, and the limit of bodies.
-        max_open: largest number of open requests. A request is open until its response was sent.
-    """
-
-    def __init__(self, config: ServeConfig, max_open: int) -> None:
-        self._config, self._max_open = config, max_open
-        #: True while the server stops: new requests are refused.
-        self.draining = False
-        #: Number of open requests.
-        self.open = 0
+    config: ServeConfig  # has the key, and the limit of bodies
+    max_open: int  # largest number of open requests
+    draining: bool = False  # True while the server stops: new requests are refused
+    open: int = 0  # number of open requests
 
     def guard(self, app: ASGIApp) -> ASGIApp:
         """Return an app that answers the requests that may pass, and refuses the others.
@@ -59,11 +52,10 @@ class Entrance:
 
             try:
                 self._check_key(http)
-                if scope["method"] != "POST":
-                    await app(scope, receive, send_with_id)
+                if http.method == "POST":
+                    await self._post(app, http, send_with_id)
                 else:
-                    with self._opened():
-                        await _until_client_leaves(app, http, await self._body(http), send_with_id)
+                    await app(scope, receive, send_with_id)
             except Exception as error:
                 if has_started:
                     raise
@@ -72,24 +64,37 @@ class Entrance:
         return answer
 
     def _check_key(self, http: Request) -> None:
-        if not self._config.api_key or http.scope["path"] in OPEN_PATHS:
+        if not self.config.api_key or http.scope["path"] in OPEN_PATHS:
             return
-        scheme, key = get_authorization_scheme_param(http.headers.get("authorization"))
-        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._config.api_key.encode())
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self.config.api_key.encode())
         if scheme.lower() != "bearer" or not is_right:
             message = "expected the header Authorization: Bearer KEY with this server's key."
             raise ApiError(401, message, code="invalid_api_key")
 
-    @contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Count a request as open until its response is sent, or its client has disconnected."""
-        if self.open >= self._max_open:
-            raise QueueFullError(f"{self._max_open} requests are open, the limit of this server: try again later.")
+    async def _post(self, app: ASGIApp, http: Request, send: Send) -> None:
+        """Let an app answer a request with a body, and cancel that if the client disconnects."""
+        if self.open >= self.max_open:
+            raise QueueFullError(f"{self.max_open} requests are open, the limit of this server: try again later.")
         self.open += 1
+        tasks: list[asyncio.Future[Any]] = []
         try:
-            yield
+            messages: list[Message] = [{"type": "http.request", "body": await self._body(http)}]
+
+            async def receive() -> Message:
+                return messages.pop() if messages else await http.receive()
+
+            answering = asyncio.ensure_future(app(http.scope, receive, send))
+            leaving = asyncio.ensure_future(http.receive())  # behind the body only the disconnect comes
+            tasks += [answering, leaving]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
         finally:
             self.open -= 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _body(self, http: Request) -> bytes:
         """Read the body of a request.
@@ -102,7 +107,7 @@ class Entrance:
         if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # web forms of foreign pages cannot send this type
             raise ApiError(415, "expected the header Content-Type: application/json.")
-        limit = self._config.body_bytes
+        limit = self.config.body_bytes
         body, length = bytearray(), 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -117,22 +122,3 @@ class Entrance:
         if length > limit:
             raise ApiError(413, f"the body has more than {limit} bytes: expected at most {limit}.")
         return bytes(body)
-
-
-async def _until_client_leaves(app: ASGIApp, http: Request, body: bytes, send: Send) -> None:
-    """Let an app answer a request with this body, and cancel that if the client disconnects."""
-    messages: list[Message] = [{"type": "http.request", "body": body}]
-
-    async def receive() -> Message:
-        return messages.pop() if messages else await http.receive()
-
-    answering = asyncio.ensure_future(app(http.scope, receive, send))
-    leaving = asyncio.ensure_future(http.receive())  # behind the body only the disconnect comes
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
-            answering.result()
-    finally:
-        answering.cancel()
-        leaving.cancel()
-        await asyncio.gather(answering, leaving, return_exceptions=True)

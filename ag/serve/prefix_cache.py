@@ -32,73 +32,57 @@ class Prefix:
 
 
 class PrefixCache:
-    """Cached prefixes under one policy, the least recently used one first.
-
-    Args:
-        pool: holds their blocks. It calls :meth:`drop` when it runs out.
-    """
+    """Cached prefixes under one policy, the least recently used one first. Their pool calls :meth:`drop` when full."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self._prefixes: list[Prefix] = []
-        self._recent_keys: deque[Tensor] = deque(maxlen=MAX_RECENT_KEYS)
+        self.prefixes: list[Prefix] = []
+        #: Keys of queued prompts, and of prompts with their completions.
+        self.recent_keys: deque[Tensor] = deque(maxlen=MAX_RECENT_KEYS)
         self._pool = pool
         self._count()
-
-    def __len__(self) -> int:
-        """Return the number of prefixes."""
-        return len(self._prefixes)
-
-    @property
-    def num_blocks(self) -> int:
-        """Distinct blocks of all prefixes."""
-        return len(self._blocks)
 
     @property
     def num_freeable_blocks(self) -> int:
         """Number of blocks that dropping all prefixes would free."""
         return int((self._pool.references(self._blocks) == self._uses).sum())
 
-    def remember(self, key: Tensor) -> None:
-        """Remember a text for :meth:`shared_prefix_length`: a queued prompt, or a prompt with its completion."""
-        self._recent_keys.append(key)
-
     def shared_prefix_length(self, key: Tensor) -> int:
-        """Return the length of the longest prefix that a text shares with another remembered text.
+        """Return the length of the longest prefix that a text shares with another recent text.
 
         The length is a multiple of the block size, less than the text's, and 0 below ``MIN_PREFIX_TOKENS``. The text
-        itself has been remembered too.
+        itself is among the recent ones.
         """
-        _, longest = sorted([0, 0, *(_common_length(key, other) for other in self._recent_keys)], reverse=True)[:2]
+        _, longest = sorted([0, 0, *(_common_length(key, other) for other in self.recent_keys)], reverse=True)[:2]
         length = min(longest, len(key) - 1) // BLOCK * BLOCK
         return length if length >= MIN_PREFIX_TOKENS else 0
 
     def find(self, key: Tensor) -> Prefix | None:
         """Return the longest cached prefix that is shorter than the text, and mark it as used. None: there is none."""
-        fitting = [x for x in self._prefixes if len(x.key) < len(key) and _common_length(x.key, key) == len(x.key)]
-        if not fitting:
-            return None
-        prefix = max(fitting, key=lambda x: len(x.key))
-        self._prefixes.remove(prefix)
-        self._prefixes.append(prefix)
-        return prefix
+        fitting = [x for x in self.prefixes if len(x.key) < len(key) and _common_length(x.key, key) == len(x.key)]
+        longest = max(fitting, key=lambda x: len(x.key), default=None)
+        if longest is not None:
+            self.prefixes.remove(longest)
+            self.prefixes.append(longest)
+        return longest
 
     def add(self, key: Tensor, cache: EvictionCache) -> None:
         """Add a prefix. ``cache`` has read the prefix and reads nothing else."""
-        self._prefixes.append(Prefix(key, cache))
+        self.prefixes.append(Prefix(key, cache))
         self._pool.spares.add(self)  # not in __init__: other threads make instances while the pool reads its spares
         self._count()
 
     def drop(self) -> bool:
         """Free the blocks of the least recently used prefix. Returns False if there is no prefix."""
-        if not self._prefixes:
+        if not self.prefixes:
             return False
-        self._prefixes.pop(0).cache.reset()
+        self.prefixes.pop(0).cache.reset()
         self._count()
         return True
 
     def _count(self) -> None:
-        blocks = [torch.zeros(0).long(), *(store.blocks() for x in self._prefixes for store in x.cache.state.stores)]
+        blocks = [torch.zeros(0).long(), *(store.blocks() for x in self.prefixes for store in x.cache.state.stores)]
         self._blocks, self._uses = torch.cat(blocks).unique(return_counts=True)
+        self.num_blocks = len(self._blocks)  # distinct blocks of all prefixes
 
 
 def key_of(tokens: Tensor, protected: Tensor, frequencies: int = 0) -> Tensor:

@@ -16,17 +16,17 @@ from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy, policy
 from ag.errors import UserError
 from ag.model.chat import Chat, reads, spans
-from ag.serve.detokenizer import Detokenizer
 from ag.serve.errors import ApiError
 from ag.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationParams,
+    GenerationRequest,
     TokenizeRequest,
 )
-from ag.serve.request import EncodedPrompt, Request, SamplingModel, Token
+from ag.serve.request import EncodedPrompt, Request, SamplingParams, Token
 from ag.serve.scheduler import Scheduler
+from ag.serve.stream import Detokenizer
 from ag.serve.structured import Grammars
 from ag.serve.tools import OutputParser, tool_call_format
 
@@ -40,10 +40,6 @@ class RequestBuilder:
 
     Its methods raise an :class:`ApiError` for parameters that this model, its tokenizer or its chat template cannot
     serve, and a :class:`UserError` for a value out of range.
-
-    Args:
-        scheduler: answers the requests.
-        limits: limits of requests.
     """
 
     def __init__(self, scheduler: Scheduler, limits: ServeConfig) -> None:
@@ -54,18 +50,17 @@ class RequestBuilder:
         self._calls = tool_call_format(self._tokenizer)
         self._ruled_calls = tool_call_format(self._tokenizer, ruled=True)
 
-    def requests(self, params: GenerationParams) -> list[EncodedPrompt]:
+    def requests(self, params: GenerationRequest) -> list[EncodedPrompt]:
         """Return the requests of a chat or of texts, one per prompt."""
         if params.n > self._scheduler.batch:
             raise ApiError(400, f"n={params.n}: expected at most {self._scheduler.batch} here.", "n")
         if isinstance(params, ChatCompletionRequest):
-            return [self._request(params, *self._encode_chat(params), "messages")]
-        assert isinstance(params, CompletionRequest)
+            return [self._encode_chat(params)]
         texts = params.prompts
         if len(texts) > self._scheduler.queue:
             raise ApiError(400, f"{len(texts)} prompts: expected at most {self._scheduler.queue} here.", "prompt")
-        names = ["prompt"] if len(texts) == 1 else [f"prompt[{index}]" for index in range(len(texts))]
-        return [self._encode_text(params, text, name) for text, name in zip(texts, names, strict=True)]
+        name = "prompt" if len(texts) == 1 else "prompt[{}]"
+        return [self._encode_text(params, text, name.format(index)) for index, text in enumerate(texts)]
 
     def tokenize(self, params: TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or a chat, in the form of vLLM."""
@@ -83,7 +78,7 @@ class RequestBuilder:
         return {"prompt": self._tokenizer.decode(params.tokens)}
 
     def _request(
-        self, params: GenerationParams, tokens: list[int], protect: Any, param: str, echo: tuple[Token, ...] = ()
+        self, params: GenerationRequest, tokens: list[int], protect: Any, param: str, echo: tuple[Token, ...] = ()
     ) -> EncodedPrompt:
         """Return the request of one prompt. ``param`` is the prompt's parameter, for errors."""
         if not tokens:
@@ -98,20 +93,21 @@ class RequestBuilder:
         if params.min_tokens > max_tokens:
             message = f"min_tokens={params.min_tokens}: expected at most {max_tokens}, the most tokens here."
             raise ApiError(400, message, "min_tokens")
-        is_chat = isinstance(params, ChatCompletionRequest)
-        values: dict[str, Any] = {name: getattr(params, name) for name in SamplingModel.model_fields}
+        chat = params if isinstance(params, ChatCompletionRequest) else None
+        scored = [params.prompt_logprobs, params.num_logprobs if echo else None]
+        values: dict[str, Any] = {name: getattr(params, name) for name in SamplingParams.model_fields}
         values |= {
             "tokens": tokens,
             "max_tokens": max_tokens,
             "reserved": None if params.token_limit else RESERVED,
             "logit_bias": params.logit_bias,
             "stop": (params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
-            "continues": not is_chat or params.continue_final_message,
+            "continues": chat is None or chat.continue_final_message,
             "logprobs": params.num_logprobs,
-            "prompt_logprobs": params.num_prompt_logprobs,
+            "prompt_logprobs": max((number for number in scored if number is not None), default=None),
             "policy": self._policy(params.ag.policy, params.ag.budget) if params.ag else None,
             "kept": params.ag is not None,
-            "special": is_chat and bool(params.callable_tools) and self._calls is not None,
+            "special": chat is not None and bool(chat.callable_tools) and self._calls is not None,
             "grammar": self._grammar(params, tokens),
             "protect": tuple((first, end) for first, end in protect),
             "wait_seconds": self._limits.wait_seconds,
@@ -136,9 +132,8 @@ class RequestBuilder:
             spec = server_policy.spec if text is None else PolicySpec.parse(text)
             if text is not None and spec.path is not None:
                 raise UserError(f"ag.policy={text!r:.80}: expected no path: requests use the server's gates.")
-            evicts, own_budget = spec.takes_budget, budget
-            if evicts and budget is None:
-                own_budget = server_policy.budget
+            evicts = spec.takes_budget
+            own_budget = server_policy.budget if evicts and budget is None else budget
             if budget is not None and not evicts or evicts and own_budget is None and not spec.bare:
                 param = "ag.budget"
             same_scorer = evicts and spec.resolved().scorer == server_policy.spec.resolved().scorer
@@ -161,7 +156,7 @@ class RequestBuilder:
 
     # ---- grammars and calls
 
-    def output_parser(self, params: GenerationParams, tokens: Sequence[int]) -> Callable[[], OutputParser] | None:
+    def output_parser(self, params: GenerationRequest, tokens: Sequence[int]) -> Callable[[], OutputParser] | None:
         """Return a factory of parsers for completions to a prompt. None: a completion is content only."""
         if not isinstance(params, ChatCompletionRequest) or not params.callable_tools:
             return None
@@ -171,12 +166,11 @@ class RequestBuilder:
         tools = params.template_variables["tools"]
         return partial(OutputParser, calls, self._tokenizer.decode(tokens), tools, params.parallel_tool_calls)
 
-    def _grammar(self, params: GenerationParams, tokens: Sequence[int]) -> Any:
+    def _grammar(self, params: GenerationRequest, tokens: Sequence[int]) -> Any:
         """Return a matcher of the grammar that completions to a prompt follow. None: free text."""
-        rule, chat = params.rule, None
+        rule = params.rule
         matcher = None if rule is None else self._compile_grammar(*rule)
-        if isinstance(params, ChatCompletionRequest) and params.callable_tools:
-            chat = params
+        chat = params if isinstance(params, ChatCompletionRequest) and params.callable_tools else None
         must_call = chat is not None and chat.must_call_tool
         if rule is None and not must_call:
             return None
@@ -185,10 +179,7 @@ class RequestBuilder:
                 raise ApiError(400, f"{name}: an answer by a grammar excludes it: leave one of them out.", name)
         if chat is None:
             return matcher
-        if chat.structured_outputs:
-            message = "structured_outputs excludes calls of tools: leave it out, or set tool_choice='none'."
-            raise ApiError(400, message, "structured_outputs")
-        if self._calls is None or self._calls.before_arguments is None:
+        if self._calls is None or self._calls.call is None:
             param = "tool_choice" if must_call else "response_format"
             message = f"{param}: how the chat template writes calls is unknown here: leave it out, or the tools."
             raise ApiError(400, message, param)
@@ -204,21 +195,19 @@ class RequestBuilder:
         except UserError as error:
             raise ApiError(400, f"{param}: {error}", param) from None
 
-    def _max_tokens(self, params: GenerationParams, num_prompt: int, param: str) -> int:
+    def _max_tokens(self, params: GenerationRequest, num_prompt: int, param: str) -> int:
         """Return the largest number of tokens of a completion after ``num_prompt`` prompt tokens."""
         max_completion = self._limits.answer_tokens or sys.maxsize
         context_length = self._scheduler.context_length_of(num_prompt)
         tokens_left = max_completion if context_length is None else context_length - num_prompt
-        if tokens_left < (0 if params.token_limit is not None and params.token_limit[1] == 0 else 1):
-            message = (
-                f"the prompt has {num_prompt} tokens: expected fewer than {context_length}, the context of the model; "
-                "shorten it."
-            )
+        name, number = params.token_limit or ("", None)
+        if tokens_left < (number != 0):
+            expected = f"expected fewer than {context_length}, the context of the model; shorten it."
+            message = f"the prompt has {num_prompt} tokens: {expected}"
             raise ApiError(400, message, param, "context_length_exceeded")
         limit = min(tokens_left, max_completion)
-        if params.token_limit is None:
+        if number is None:
             return limit if isinstance(params, ChatCompletionRequest) else min(limit, TEXT_TOKENS)
-        name, number = params.token_limit
         if number > limit:
             message = f"{name}={number}: expected at most {limit} here, after a prompt of {num_prompt} tokens."
             raise ApiError(400, message, name, None if number > max_completion else "context_length_exceeded")
@@ -233,7 +222,7 @@ class RequestBuilder:
             starts = [*accumulate((first for first, _ in encoding.get("offset_mapping", ())), max), len(text)]
             token_texts = [text[first:end] for first, end in pairwise([0, *starts[1:]])]
         else:
-            reader = Detokenizer(self._scheduler.vocabulary, keep_special=True)
+            reader = Detokenizer(self._scheduler.vocabulary, Request(tokens=text, special=True, continues=False))
             ids, token_texts = text, [reader.add(token) for token in text] if params.echo else []
             token_texts[-1:] = [token_text + reader.flush() for token_text in token_texts[-1:]]  # half a character
         offsets = accumulate(map(len, token_texts), initial=0)
@@ -246,46 +235,39 @@ class RequestBuilder:
         """Return a chat and its text from the chat template."""
         if self._tokenizer.chat_template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions.", "messages")
+        tokenizer, variables, opens = self._tokenizer, params.template_variables, params.opens_completion
+        chat = Chat([message.for_template() for message in params.messages], variables, params.continue_final_message)
         try:
-            messages, variables = [message.for_template() for message in params.messages], params.template_variables
-            unfilled = Chat(messages, variables, params.continue_final_message)
-            chat, text = self._render_chat(unfilled, params.opens_completion)
-            self._check_rendered(chat, params.opens_completion)
-            effort = params.reasoning_effort is not None
-            if effort and not reads(self._tokenizer, "reasoning_effort", variables.get("tools")):
+            try:
+                text = chat.text(tokenizer, opens)
+            except UserError:  # of a template that needs the content of each message
+                filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
+                if filled == chat:
+                    raise
+                chat, text = filled, filled.text(tokenizer, opens)
+            self._check_rendered(chat, opens)
+            tools = variables.get("tools")
+            if params.reasoning_effort is not None and not reads(tokenizer, "reasoning_effort", tools):
                 message = "the chat template of the model has no reasoning_effort: leave it out."
                 raise ApiError(400, message, "reasoning_effort")
-            without_tools = "tools" in variables and replace(chat, variables={**variables, "tools": None})
-            if without_tools and without_tools.text(self._tokenizer, params.opens_completion) == text:
+            if tools and replace(chat, variables={**variables, "tools": None}).text(tokenizer, opens) == text:
                 raise ApiError(400, "the chat template of the model leaves tools out: leave them out too.", "tools")
         except UserError as error:
             raise ApiError(400, str(error), "messages") from None
         return chat, text
 
-    def _encode_chat(self, params: ChatCompletionRequest) -> tuple[list[int], Any]:
-        """Return the token ids of a chat, and its protected spans."""
+    def _encode_chat(self, params: ChatCompletionRequest) -> EncodedPrompt:
+        """Return the request of a chat."""
         chat, text = self._chat(params)
         requested = None if params.ag is None else params.ag.protect
         parts = self._limits.protect if requested is None else requested
         protect = spans(self._tokenizer, chat, parts, params.opens_completion) if parts else ()
         # the template writes the special tokens itself
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], protect
-
-    def _render_chat(self, chat: Chat, opens_completion: bool) -> tuple[Chat, str]:
-        """Return the chat and its text. If the template fails, messages without content get an empty content."""
-        try:
-            return chat, chat.text(self._tokenizer, opens_completion)
-        except UserError:
-            filled = replace(chat, messages=[{"content": ""} | message for message in chat.messages])
-            if filled == chat:
-                raise
-            return filled, filled.text(self._tokenizer, opens_completion)
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return self._request(params, ids, protect, "messages")
 
     def _check_rendered(self, chat: Chat, opens_completion: bool) -> None:
-        """Refuse tool calls and tool results that the template leaves out.
-
-        A random word replaces each of them, and must occur in the text.
-        """
+        """Refuse tool calls and results that the template leaves out: a random word in place of each must occur."""
         words: dict[str, str] = {}  # by parameter
         messages = [dict(message) for message in chat.messages]
         for index, message in enumerate(messages):

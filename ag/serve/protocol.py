@@ -1,4 +1,4 @@
-"""Bodies of requests in OpenAI's format, which FastAPI reads."""
+"""Bodies of requests in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from ag.errors import nearest
 from ag.model.chat import Part as ChatPart
 from ag.model.chat import for_template
-from ag.serve.request import Count, SamplingModel, Temperature
+from ag.serve.request import Count, SamplingParams, Temperature
 
 #: Unsupported parameters of OpenAI's API, with values that change nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -32,6 +32,8 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 #: Parameters that describe the client and do not change a completion.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
+#: What to do with a parameter that needs another one.
+NEEDS = "needs {}; change that, or leave this out"
 
 
 class StrictModel(BaseModel):
@@ -48,9 +50,8 @@ class MessagePart(StrictModel):
     def _drop_empty(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {
-            name: value for name, value in values.items() if value is not None and (value != [] or name == "content")
-        }
+        given = ((name, value) for name, value in values.items() if value is not None)
+        return {name: value for name, value in given if value != [] or name == "content"}
 
 
 class TextPart(MessagePart):
@@ -116,20 +117,12 @@ class ResponseFormat(StrictModel):
     """The format of a completion's text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: JsonSchema | None = Field(None, validate_default=True)
-
-    @field_validator("json_schema")
-    @classmethod
-    def _check_schema(cls, schema: JsonSchema | None, info: ValidationInfo) -> JsonSchema | None:
-        if (schema is None) == (info.data.get("type") == "json_schema"):
-            raise PydanticCustomError("alone", "goes with type='json_schema', which needs it")
-        return schema
+    json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(TypedDict, total=False):
     """The grammar of a completion, in vLLM's format."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
     json: str | dict[str, Any]
     regex: str
     choice: Annotated[list[str], Field(min_length=1)]
@@ -152,11 +145,11 @@ class Tool(StrictModel):
     function: ToolFunction
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(TypedDict, total=False):
     """Options of a stream."""
 
-    include_usage: bool = False
-    include_obfuscation: Literal[False] = False  # this server never adds padding
+    include_usage: bool
+    include_obfuscation: Literal[False]  # this server never adds padding
 
 
 TokenName = Annotated[int, Field(ge=0, strict=False)]  # keys of JSON objects are texts
@@ -164,11 +157,6 @@ Span = Annotated[list[int], Field(min_length=2, max_length=2)]  # first token of
 Protected = TypeVar("Protected")
 Ids = Annotated[list[int], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
-
-
-def needs(other: str) -> str:
-    """Return what to do with a parameter that needs another one."""
-    return f"needs {other}; change that, or leave this out"
 
 
 class Extensions(StrictModel, Generic[Protected]):
@@ -205,7 +193,7 @@ class RequestBody(StrictModel):
         return values
 
 
-class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]  # mypy does not see the made class
+class GenerationParams(SamplingParams, RequestBody):
     """The parameters of chat completions and text completions."""
 
     model: str
@@ -229,12 +217,6 @@ class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]  # myp
         limits = {name: getattr(self, name, None) for name in ("max_completion_tokens", "max_tokens")}
         return next(((name, number) for name, number in limits.items() if number is not None), None)
 
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """Number of most probable tokens to return per prompt token. None: no log-probabilities."""
-        number: int | None = self.prompt_logprobs
-        return number
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """Refuse values that do not go together."""
@@ -247,8 +229,8 @@ class GenerationParams(SamplingModel, RequestBody):  # type: ignore[misc]  # myp
     def _clashes(self) -> list[tuple[str, Any, str]]:
         """Return parameters, whether other parameters exclude their values, and what to do then."""
         return [
-            ("prompt_logprobs", self.prompt_logprobs is not None and self.stream, needs("stream=false")),
-            ("stream_options", self.stream_options is not None and not self.stream, needs("stream=true")),
+            ("prompt_logprobs", self.prompt_logprobs is not None and self.stream, NEEDS.format("stream=false")),
+            ("stream_options", self.stream_options is not None and not self.stream, NEEDS.format("stream=true")),
         ]
 
     @property
@@ -280,18 +262,26 @@ class ChatCompletionRequest(GenerationParams):
     ag: Extensions[ChatPart] | None = None
 
     def _clashes(self) -> list[tuple[str, Any, str]]:
-        names = [tool.function.name for tool in self.tools]
+        names, schema = [tool.function.name for tool in self.tools], self.response_format
         chosen = None if isinstance(self.tool_choice, str) else self.tool_choice["function"]["name"]
+        alone = schema is not None and (schema.type == "json_schema") != (schema.json_schema is not None)
         opens_anew = self.continue_final_message and self.add_generation_prompt
         in_variables = self.reasoning_effort is not None and "reasoning_effort" in self.chat_template_kwargs
-        ruled_twice = self.structured_outputs and self.response_format and self.response_format.type != "text"
+        ruled = self.structured_outputs is not None
+        ruled_twice = ruled and schema is not None and schema.type != "text"
         known = f"expected the name of one of the tools, {', '.join(names):.200}"
         return [
             *super()._clashes(),
-            ("top_logprobs", self.top_logprobs and not self.logprobs, needs("logprobs=true")),
-            ("continue_final_message", opens_anew, needs("add_generation_prompt=false")),
+            ("top_logprobs", self.top_logprobs and not self.logprobs, NEEDS.format("logprobs=true")),
+            ("continue_final_message", opens_anew, NEEDS.format("add_generation_prompt=false")),
             ("reasoning_effort", in_variables, "chat_template_kwargs has it too; leave one of them out"),
+            (
+                "response_format",
+                alone,
+                "json_schema and type='json_schema' go together; add the other, or leave both out",
+            ),
             ("response_format", ruled_twice, "excludes structured_outputs; leave one of them out"),
+            ("structured_outputs", ruled and self.callable_tools, "excludes calls of tools; leave one of them out"),
             ("tool_choice", self.must_call_tool and not names, "needs tools; add them, or leave this out"),
             ("tool_choice", chosen is not None and chosen not in names, known),
         ]
@@ -323,12 +313,11 @@ class ChatCompletionRequest(GenerationParams):
     @property
     def rule(self) -> tuple[str, str, str] | None:
         """Parameter, kind and text of the grammar that the completion follows. None: free text."""
-        response_format = self.response_format
-        if response_format is None or response_format.type == "text":
+        if self.response_format is None or self.response_format.type == "text":
             return super().rule
-        if response_format.json_schema is None:
+        if (schema := self.response_format.json_schema) is None:
             return "response_format", "json", '{"type": "object"}'
-        return "response_format.json_schema.schema", "json", json.dumps(response_format.json_schema.rules)
+        return "response_format.json_schema.schema", "json", json.dumps(schema.rules)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -354,16 +343,13 @@ class CompletionRequest(GenerationParams):
         return self.logprobs
 
     @property
-    def num_prompt_logprobs(self) -> int | None:
-        """Number of most probable tokens to return per prompt token. None: no log-probabilities."""
-        requested = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((number for number in requested if number is not None), default=None)
-
-    @property
     def prompts(self) -> Sequence[str | list[int]]:
         """Prompts as texts or token ids."""
         is_single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return cast("Sequence[str | list[int]]", [self.prompt] if is_single else self.prompt)
+
+
+GenerationRequest = ChatCompletionRequest | CompletionRequest
 
 
 class TokenizeRequest(ChatCompletionRequest):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_type_hints
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
 from ag.engine.masks import marked
 from ag.engine.policy import Policy
 from ag.errors import UserError, require
-from ag.serve.detokenizer import Detokenizer
-from ag.serve.snapshot import Memory
 
 #: Why a completion ended: an end token or stop text, ``max_tokens``, a cancellation, or a time limit.
 Reason = Literal["stop", "length", "cancelled", "timeout"]
@@ -25,12 +23,13 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(BaseModel):
     """Parameters of a request that clients send under the same names, with the same ranges.
 
     A new one needs a field here, and a line in :func:`ag.serve.sampler.processors`.
     """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     temperature: Temperature = 0.0  # divides logits before sampling; 0: greedy decoding
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # sample from the most probable tokens that sum to this
@@ -49,15 +48,6 @@ class SamplingParams:
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
-_FIELDS: dict[str, Any] = {
-    name: (hint, getattr(SamplingParams, name))
-    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
-}
-#: The fields of :class:`SamplingParams` as a model of pydantic, which checks them.
-SamplingModel: Any = create_model("SamplingModel", __config__=ConfigDict(extra="forbid", strict=True), **_FIELDS)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Request(SamplingParams):
     """A prompt, and how to continue it.
 
@@ -65,36 +55,31 @@ class Request(SamplingParams):
         UserError: for a value out of range.
     """
 
-    tokens: Sequence[int]  # ids of the prompt
-    max_tokens: int = 128  # largest number of tokens of a completion; 0: prefill only
+    tokens: Annotated[Sequence[int], Field(min_length=1)]  # ids of the prompt
+    max_tokens: Count = 128  # largest number of tokens of a completion; 0: prefill only
     #: Tokens of a completion for which admission keeps blocks. A longer completion takes free blocks, and ends when the
     #: pool is full and nothing else runs. None: ``max_tokens``.
     reserved: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits, by token
-    stop: tuple[str, ...] = ()  # texts that end a completion; they are not part of it
+    logit_bias: Mapping[int, float] = {}  # added to the logits, by token
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # texts that end a completion; they are not part of it
     continues: bool = True  # True: the prompt's text goes on; False: a new text, without a space before its first word
     special: bool = False  # True if a completion's text includes special tokens
-    logprobs: int | None = None  # number of most probable tokens to return per token; None: no log-probabilities
-    policy: Policy | None = None  # None: the scheduler's policy
+    logprobs: Count | None = None  # number of most probable tokens to return per token; None: no log-probabilities
+    policy: InstanceOf[Policy] | None = None  # None: the scheduler's policy
     kept: bool = False  # True if the stream reports the kept share of the prompt
     #: The completion's grammar: an unused matcher of :class:`ag.serve.structured.Grammars`. None: free text.
     grammar: Any = None
     protect: tuple[tuple[int, int], ...] = ()  # half-open spans (start, end) of the prompt that are never evicted
-    wait_seconds: float | None = None  # longest wait before prefill; None: no limit
-    answer_seconds: float | None = None  # longest time until the completion ends; None: no limit
+    wait_seconds: float = math.inf  # longest wait before prefill
+    answer_seconds: float = math.inf  # longest time until the completion ends
 
-    def __post_init__(self) -> None:
-        if not self.tokens:
-            raise UserError("Request: tokens is empty: expected a prompt of one token or more.")
+    def __init__(self, **values: Any) -> None:
         try:
-            SamplingModel(**{name: getattr(self, name) for name in _FIELDS})
+            super().__init__(**values)
         except ValidationError as error:
-            [name, *_], reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
-            raise UserError(f"Request: {name}={getattr(self, str(name))!r}: {reason}.") from None
-        for name in ("max_tokens", "logprobs"):
-            require(self, name, (getattr(self, name) or 0) >= 0, "a number greater than or equal to 0")
+            first = error.errors()[0]
+            raise UserError(f"Request: {first['loc'][0]}={first['input']!r:.200}: {first['msg']}.") from None
         require(self, "min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
-        require(self, "stop", all(self.stop), "texts that are not empty")
         inside = all(0 <= first < end <= len(self.tokens) for first, end in self.protect)
         require(self, "protect", inside, f"pairs such as (0, 40), within the {len(self.tokens)} tokens of the prompt")
 
@@ -130,49 +115,11 @@ class EncodedPrompt:
     policy: str = ""  # text of the policy
     echo: tuple[Token, ...] = ()  # prompt tokens with their texts, if the client asked for ``echo``
 
-
-#: Events of a stream: tokens, then an error, or None at a normal end.
-Event = Token | Exception | None
-
-
-class Stream:
-    """One completion while it is generated. Iteration waits for tokens. Any thread may read or cancel it.
-
-    Args:
-        detokenizer: detokenizer of the completion. After the end its ``flush()`` returns the pending text.
-        on_event: is called with each event in the scheduler's thread, and must not block. Iteration then yields
-            nothing. None: events are queued for iteration.
-    """
-
-    def __init__(self, detokenizer: Detokenizer, on_event: Callable[[Event], None] | None = None) -> None:
-        self.detokenizer = detokenizer
-        #: Why the completion ended. None: it goes on.
-        self.reason: Reason | None = None
-        #: Whether :meth:`cancel` was called.
-        self.cancelled = False
-        #: Prompt tokens with log-probabilities, if requested. Set before the first event.
-        self.prompt: tuple[Token, ...] = ()
-        #: Number of prompt tokens from a cached prefix. Set before the first event.
-        self.num_cached_tokens = 0
-        #: Kept share of the prompt's entries after prefill, if requested. Set before the first event.
-        self.kept_share: float | None = None
-        #: What the cache holds of the prompt and the completion. Set before the first event, and after each step.
-        self.memory = Memory()
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        #: Passes an event to the reader.
-        self.put = on_event or self._events.put
-
-    def __iter__(self) -> Iterator[Token]:
-        """Yield the tokens.
-
-        Raises:
-            Exception: the error that ended the completion.
-        """
-        while (event := self._events.get()) is not None:
-            if isinstance(event, Exception):
-                raise event
-            yield event
-
-    def cancel(self) -> None:
-        """End the completion before the next step, which frees its blocks."""
-        self.cancelled = True
+    def tokens_with(self, scored: tuple[Token, ...]) -> tuple[Token, ...]:
+        """Return the prompt tokens, with their texts and the log-probabilities of ``scored``, as far as requested."""
+        if not self.echo or not scored:
+            return self.echo or scored or tuple(map(Token, self.request.tokens))
+        return tuple(
+            replace(token, text=echoed.text, text_offset=echoed.text_offset)
+            for token, echoed in zip(scored, self.echo, strict=True)
+        )

@@ -7,35 +7,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process
 
 from ag.serve.request import Request, Token
 
 ROWS = 512  # rows of logits that are converted to float32 at once
+COLDEST = 1e-25  # a lower temperature is greedy: quotients of logits would become infinite
 
 
 class Sampler:
-    """Samples the tokens of one completion.
-
-    Args:
-        request: has the parameters of sampling.
-        index: index of the completion among the request's completions; added to the seed.
-        end_tokens: tokens that end the completion.
-    """
+    """Samples the tokens of one of a request's completions; its ``index`` is added to the seed."""
 
     def __init__(self, request: Request, index: int = 0, end_tokens: Collection[int] = ()) -> None:
-        self._greedy, self._num_logprobs = request.temperature == 0, request.logprobs
-        self._processors = processors(request, end_tokens)
-        self._generator = torch.Generator()
+        self._greedy, self._num_logprobs = request.temperature < COLDEST, request.logprobs
+        self._processors, self._generator = processors(request, end_tokens), torch.Generator()
         if request.seed is None:
             self._generator.seed()
         else:
@@ -51,9 +36,10 @@ class Sampler:
         """
         allowed_logits = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
         scores: Tensor = self._processors(cast("Any", token_ids[None]), cast("Any", allowed_logits[None]))[0]
-        sampled = (
-            scores.argmax() if self._greedy else torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
-        )
+        if self._greedy:
+            sampled = scores.argmax()
+        else:
+            sampled = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
         if self._num_logprobs is None:
             return Token(int(sampled))
         return with_logprobs(logits[None], sampled.view(1), self._num_logprobs)[0]
@@ -70,42 +56,17 @@ def with_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Token]:
     scored_tokens: list[Token] = []
     for rows, chosen in zip(logits.split(ROWS), tokens.to(logits.device).split(ROWS), strict=True):
         logprobs = rows.float().log_softmax(-1)
-        token_logprobs, (top_values, top_ids) = logprobs.gather(-1, chosen[:, None]), logprobs.topk(num_top)
-        columns = (chosen, token_logprobs[:, 0], top_ids, top_values, (logprobs > token_logprobs).sum(-1) + 1)
-        for token, logprob, token_top_ids, token_top_values, rank in zip(
-            *(column.tolist() for column in columns), strict=True
-        ):
-            scored_tokens.append(
-                Token(
-                    token,
-                    logprob=logprob,
-                    top_logprobs=tuple(zip(token_top_ids, token_top_values, strict=True)),
-                    rank=rank,
-                )
-            )
+        own, top = logprobs.gather(-1, chosen[:, None]), logprobs.topk(num_top)
+        ranks = (logprobs > own).sum(-1) + 1
+        columns = (chosen, own[:, 0], top.indices, top.values, ranks)
+        for token, logprob, ids, values, rank in zip(*(column.tolist() for column in columns), strict=True):
+            best = tuple(zip(ids, values, strict=True))
+            scored_tokens.append(Token(token, logprob=logprob, top_logprobs=best, rank=rank))
     return scored_tokens
 
 
-class _Temperature(LogitsProcessor):
-    """Divides logits by a temperature. The largest logit is shifted to 0 first, to keep the quotients finite."""
-
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the scaled scores, up to a constant."""
-        shifted = scores.double() - scores.double().amax(-1, keepdim=True)  # in float32 1e-46 is 0
-        return cast("torch.FloatTensor", (shifted / self.temperature).to(scores.dtype))
-
-
-class _Occurrences(LogitsProcessor):
-    """Lowers the logits of tokens that occur in the completion (penalties of OpenAI's API).
-
-    Args:
-        num_prompt: number of prompt tokens, which are not counted.
-        frequency: subtracted per occurrence.
-        presence: subtracted once.
-    """
+class _Occurrences(logits_process.LogitsProcessor):
+    """Lowers the logits of tokens that occur in the completion, after ``num_prompt`` tokens (penalties of OpenAI)."""
 
     def __init__(self, num_prompt: int, frequency: float, presence: float) -> None:
         self.num_prompt, self.frequency, self.presence = num_prompt, frequency, presence
@@ -116,24 +77,21 @@ class _Occurrences(LogitsProcessor):
         return cast("torch.FloatTensor", scores - self.frequency * counts - self.presence * (counts > 0))
 
 
-def processors(request: Request, end_tokens: Collection[int] = ()) -> LogitsProcessorList:
+def processors(request: Request, end_tokens: Collection[int] = ()) -> logits_process.LogitsProcessorList:
     """Return the logits processors of a request, in the order of ``model.generate``."""
-    num_prompt, min_tokens = len(request.tokens), request.min_tokens
-    penalties = request.frequency_penalty, request.presence_penalty
+    num_prompt, samples = len(request.tokens), request.temperature >= COLDEST
+    penalty, penalties = request.repetition_penalty, (request.frequency_penalty, request.presence_penalty)
     bias = [[[token], value] for token, value in request.logit_bias.items()]
-    samples = request.temperature > 0
-    table: list[tuple[Any, Any, bool]] = [  # class, argument or arguments, whether it changes logits
-        (SequenceBiasLogitsProcessor, bias, bool(bias)),
-        (RepetitionPenaltyLogitsProcessor, request.repetition_penalty, request.repetition_penalty != 1),
-        (_Occurrences, (num_prompt, *penalties), any(penalties)),
-        (MinNewTokensLengthLogitsProcessor, (num_prompt, min_tokens, [*end_tokens]), bool(min_tokens and end_tokens)),
-        (_Temperature, request.temperature, samples and request.temperature != 1),
-        (TopKLogitsWarper, request.top_k, samples and request.top_k > 0),
-        (TopPLogitsWarper, request.top_p, samples and request.top_p < 1),
-        (MinPLogitsWarper, request.min_p, samples and request.min_p > 0),
+    least = num_prompt, request.min_tokens, [*end_tokens]
+    table: list[tuple[bool, Any, tuple[Any, ...]]] = [  # whether it changes logits, its class and arguments
+        (bool(bias), logits_process.SequenceBiasLogitsProcessor, (bias,)),
+        (penalty != 1, logits_process.RepetitionPenaltyLogitsProcessor, (penalty,)),
+        (any(penalties), _Occurrences, (num_prompt, *penalties)),
+        (bool(request.min_tokens and end_tokens), logits_process.MinNewTokensLengthLogitsProcessor, least),
+        (samples and request.temperature != 1, logits_process.TemperatureLogitsWarper, (request.temperature,)),
+        (samples and request.top_k > 0, logits_process.TopKLogitsWarper, (request.top_k,)),
+        (samples and request.top_p < 1, logits_process.TopPLogitsWarper, (request.top_p,)),
+        (samples and request.min_p > 0, logits_process.MinPLogitsWarper, (request.min_p,)),
     ]
-    return LogitsProcessorList(
-        processor(*(arguments if isinstance(arguments, tuple) else (arguments,)))
-        for processor, arguments, changes in table
-        if changes
-    )
+    chosen = (processor(*arguments) for changes, processor, arguments in table if changes)
+    return logits_process.LogitsProcessorList(chosen)

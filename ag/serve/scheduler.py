@@ -25,11 +25,11 @@ from ag.engine.policy import Policy, policy
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
 from ag.serve.admission import Admission, BlockNeed
-from ag.serve.detokenizer import Detokenizer, Vocabulary
 from ag.serve.prefix_cache import PrefixCache, key_of
-from ag.serve.request import Event, Reason, Request, Stream, Token
+from ag.serve.request import Reason, Request, Token
 from ag.serve.sampler import Sampler, with_logprobs
 from ag.serve.snapshot import Counts, Running, Snapshot, cached_tokens, memories
+from ag.serve.stream import Detokenizer, Event, Stream, Vocabulary
 from ag.serve.structured import Masks, advance
 
 
@@ -102,25 +102,22 @@ class _PrefillJob:
 
 
 class _Batch:
-    """The running completions under one policy, in one cache.
-
-    Args:
-        model: causal language model.
-        policy: the completions' policy.
-        pool: holds their blocks.
-        prefill_tokens: largest number of prompt tokens of one pass.
-        prompt_lookup: largest number of draft tokens of a step.
-    """
+    """The running completions under one policy, in one cache."""
 
     def __init__(
         self, model: PreTrainedModel, policy: Policy, pool: Pool, prefill_tokens: int, prompt_lookup: int
     ) -> None:
         self.policy, self.cache = policy, EvictionCache(model, policy, pool=pool)
         self.step_runner = StepRunner(model, self.cache)
-        croppable = self.cache.is_croppable and self.cache.state.states is None  # rejected drafts differ by sequence
+        state, setup, gates = self.cache.state, self.cache.setup, self.cache.gates
+        croppable = self.cache.is_croppable and state.states is None  # rejected drafts differ by sequence
         self.max_drafts = prompt_lookup if croppable else 0
         self.running: list[_Completion] = []  # in order of the cache's sequences
-        self.whole_prompt = _needs_whole_prompt(self.cache)
+        moves = policy.positions == "slot" and setup.prompt_sees == "sparse"
+        #: Whether prompts are read in one pass: chunks would be evicted differently, read slowly, or refused.
+        self.whole_prompt = state.sequences.goes_on is False or (
+            gates is not None and (gates.config.scope == "prompt" or moves)
+        )
         #: None: a prefix's cache depends on later tokens of the prompt, and prefixes are not shared.
         self.prefixes = None if self.whole_prompt or policy.block is not None else PrefixCache(pool)
         self.admission = Admission(self.cache, model.config, sys.maxsize if self.whole_prompt else prefill_tokens)
@@ -165,9 +162,8 @@ class Scheduler:
         prompt_lookup: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        default_policy = spec if isinstance(spec, Policy) else policy(spec, budget)
-        self.model, self.tokenizer, self.pool = model, tokenizer, pool
-        self.policy, self.vocabulary = default_policy.with_tokenizer(tokenizer), Vocabulary(tokenizer)
+        self.model, self.tokenizer, self.pool, self.vocabulary = model, tokenizer, pool, Vocabulary(tokenizer)
+        self.policy = (spec if isinstance(spec, Policy) else policy(spec, budget)).with_tokenizer(tokenizer)
         self.prefill_tokens, self.batch, self.queue = prefill_tokens, batch, queue
         self.counts = Counts()
         text_config = model.config.get_text_config()
@@ -184,15 +180,11 @@ class Scheduler:
         self._lock = threading.Condition()
         self._stopping = False
         self._stop_error: StoppedError | None = None  # the error that ends every completion
-        #: True once :meth:`run` has raised.
-        self.failed = False
-        eos_token_id = model.generation_config.eos_token_id if model.generation_config is not None else None
-        #: Bounds of requests under the scheduler's policy.
-        self.admission = self._default_batch.admission
+        self.failed = False  # True once :meth:`run` has raised
+        self.admission = self._default_batch.admission  # bounds of requests under the scheduler's policy
+        end_tokens = getattr(model.generation_config, "eos_token_id", None)
         #: Ids of the model's end tokens.
-        self.end_tokens = (
-            set() if eos_token_id is None else {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
-        )
+        self.end_tokens: set[int] = {end_tokens} if isinstance(end_tokens, int) else {*(end_tokens or ())}
         self._publish_snapshot()
 
     def context_length_of(self, num_prompt: int) -> int | None:
@@ -201,10 +193,9 @@ class Scheduler:
         A RoPE with other frequencies for long texts rotates a text by the frequencies of its prompt. A completion
         cannot outgrow them; its last token is never read.
         """
-        rope = self._default_batch.cache.setup.rope
-        if rope is None or num_prompt > rope.changes:
-            return self.context_length
-        return rope.changes + 1 if self.context_length is None else min(self.context_length, rope.changes + 1)
+        rope, limits = self._default_batch.cache.setup.rope, [self.context_length]
+        limits += [] if rope is None or num_prompt > rope.changes else [rope.changes + 1]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     # ---- for other threads
 
@@ -225,26 +216,22 @@ class Scheduler:
         block_need = batch.admission.need(request)
         self._check(request, block_need)
         token_ids, submitted_at = torch.tensor(request.tokens, dtype=torch.long), self._clock()
-        completions = []
         end_tokens, stop_tokens = self.end_tokens_of(request)
+        completions = []
         for index in range(request.n):
-            detokenizer = Detokenizer(
-                self.vocabulary,
-                request.stop,
-                include_stop=request.include_stop_str_in_output,
-                min_tokens=request.min_tokens,
-                continues=request.continues,
-                keep_special=request.special,
+            completion = _Completion(
+                next(self._indices),
+                request,
+                Stream(Detokenizer(self.vocabulary, request), on_event and partial(on_event, index)),
+                Sampler(request, index, end_tokens | stop_tokens),
+                token_ids,
+                submitted_at,
+                block_need,
+                end_tokens,
+                batch,
+                matcher=None if request.grammar is None else request.grammar.deep_copy(),
             )
-            stream = Stream(detokenizer, on_event and partial(on_event, index))
-            sampler = Sampler(request, index, end_tokens | stop_tokens)
-            matcher = None if request.grammar is None else request.grammar.deep_copy()
-            order = next(self._indices)
-            completions.append(
-                _Completion(
-                    order, request, stream, sampler, token_ids, submitted_at, block_need, end_tokens, batch, matcher
-                )
-            )
+            completions.append(completion)
         # taken now: another thread may remove completions from the list later
         streams = [completion.stream for completion in completions]
         with self._lock:
@@ -257,7 +244,7 @@ class Scheduler:
                 completion.batch = batch
             self._waiting.append(completions)
             if batch.prefixes is not None:
-                batch.prefixes.remember(completions[0].key())
+                batch.prefixes.recent_keys.append(completions[0].key())
             self._lock.notify()
         return streams
 
@@ -316,6 +303,11 @@ class Scheduler:
         """The running completions under all policies."""
         return [completion for batch in [*self._batches.values()] for completion in batch.running]
 
+    @property
+    def _prefixes(self) -> list[PrefixCache]:
+        """The cached prefixes under all policies."""
+        return [batch.prefixes for batch in [*self._batches.values()] if batch.prefixes is not None]
+
     def snapshot(self) -> Snapshot:
         """Return the state after the last step, and the current queue length. Any thread may call this."""
         with self._lock:
@@ -328,9 +320,8 @@ class Scheduler:
         """Prefill up to ``prefill_tokens`` prompt tokens, then decode a token of each running completion."""
         self._end_cancelled()
         tokens = self.prefill_tokens
-        while tokens > 0 and (self._prefill_job is not None or self._admit()):
-            assert self._prefill_job is not None
-            tokens -= self._prefill_chunk(self._prefill_job, tokens)
+        while tokens > 0 and (job := self._prefill_job or self._admit()):
+            tokens -= self._prefill_chunk(job, tokens)
         for batch in [*self._batches.values()]:
             if batch.running:
                 self._decode(batch)
@@ -341,19 +332,17 @@ class Scheduler:
     def _drop_unused(self) -> None:
         """Drop batches of policies without completions, except the scheduler's own policy."""
         with self._lock:
-            unfinished = [*self._running, *(completion for queued in self._waiting for completion in queued)]
-            unfinished += [] if self._prefill_job is None else self._prefill_job.completions
-            used = {id(self._default_batch), *(id(completion.batch) for completion in unfinished)}
-            unused = [batch for batch in self._batches.values() if id(batch) not in used]
-            self._batches = {name: batch for name, batch in self._batches.items() if id(batch) in used}
+            groups = [self._running, *self._waiting, self._prefill_job.completions if self._prefill_job else []]
+            used = {self._default_batch, *(completion.batch for group in groups for completion in group)}
+            unused = [batch for batch in self._batches.values() if batch not in used]
+            self._batches = {name: batch for name, batch in self._batches.items() if batch in used}
         for batch in unused:
             while batch.prefixes is not None and batch.prefixes.drop():
                 pass
 
     def _publish_snapshot(self) -> None:
         """Store the state for :meth:`snapshot` as a new object, which other threads may read."""
-        batches, current_time = [*self._batches.values()], self._clock()
-        prefixes = [batch.prefixes for batch in batches if batch.prefixes is not None]
+        batches, current_time, prefixes = [*self._batches.values()], self._clock(), self._prefixes
         self._snapshot = Snapshot(
             num_waiting=0,
             num_prefilling=0 if self._prefill_job is None else len(self._prefill_job.completions),
@@ -372,7 +361,7 @@ class Scheduler:
             blocks=self.pool.capacity,
             free=self.pool.free,
             block_nbytes=self.pool.block_nbytes(),
-            prefixes=sum(map(len, prefixes)),
+            prefixes=sum(len(each.prefixes) for each in prefixes),
             prefix_blocks=sum(each.num_blocks for each in prefixes),
             counts=replace(self.counts, num_ended=self.counts.num_ended.copy()),
         )
@@ -384,9 +373,8 @@ class Scheduler:
         num_tokens = len(request.tokens) + request.max_tokens
         context_length = self.context_length_of(len(request.tokens))
         if context_length is not None and num_tokens > context_length:
-            limit = "the context of the model"
-            if context_length != self.context_length:
-                limit = "at which the model's RoPE changes"
+            is_whole = context_length == self.context_length
+            limit = "the context of the model" if is_whole else "at which the model's RoPE changes"
             raise UserError(
                 f"{len(request.tokens)} tokens and an answer of {request.max_tokens} are {num_tokens}: expected at "
                 f"most {context_length}, {limit}; shorten one of them."
@@ -399,48 +387,34 @@ class Scheduler:
                 "shorten one of them, keep less, or make a larger pool."
             )
 
-    def _admit(self) -> bool:
-        """Admit the next request if the pool has its blocks. Returns whether it was admitted."""
+    def _admit(self) -> _PrefillJob | None:
+        """Start the prefill of the next prompt, from a copy of a cached prefix. None: nothing waits, or blocks lack."""
         with self._lock:
             if not self._waiting:
-                return False
-            completions = self._waiting[0]
-            # under flags this estimate is better than at submission
-            block_need = completions[0].batch.admission.need(completions[0].request)
-            num_blocks = max(block_need.prefill, block_need.decode * len(completions))
-            running = self._running
+                return None
+            completions, running = self._waiting[0], self._running
+            first, batch = completions[0], completions[0].batch
+            need = batch.admission.need(first.request)  # under flags this estimate is better than at submission
+            num_blocks = max(need.prefill, need.decode * len(completions))
             fits = sum(completion.block_need.decode for completion in running) + num_blocks <= self.pool.capacity
             if running and (self._hold_admissions or not fits or len(running) + len(completions) > self.batch):
-                return False
+                return None
             self._waiting.popleft()
+            prefix, cache_prefix_at = None, 0
+            # a prompt with log-probabilities is read whole
+            if batch.prefixes is not None and first.request.prompt_logprobs is None:
+                key = first.key()[: len(first.prompt)]
+                prefix = batch.prefixes.find(key)
+                cache_prefix_at = 0 if self._hold_admissions else batch.prefixes.shared_prefix_length(key)
         for completion in completions:
-            completion.block_need = block_need
-        self._prefill_job = self._start_prefill(completions)
-        return True
-
-    def _start_prefill(self, completions: list[_Completion]) -> _PrefillJob:
-        """Start the prefill of a prompt's completions, from a copy of a cached prefix if there is a match."""
-        first, cache, num_cached, cache_prefix_at = completions[0], None, 0, 0
-        prefixes = first.batch.prefixes
-        # a prompt with log-probabilities is read whole
-        if prefixes is not None and first.request.prompt_logprobs is None:
-            key = first.key()[: len(first.prompt)]
-            with self._lock:
-                prefix = prefixes.find(key)
-                cache_prefix_at = 0 if self._hold_admissions else prefixes.shared_prefix_length(key)
-            if prefix is not None:
-                cache, num_cached = deepcopy(prefix.cache), len(prefix.key)
-        if cache is None:
-            cache = EvictionCache(self.model, first.batch.policy, pool=self.pool)
+            completion.block_need = need
+        num_cached = 0 if prefix is None else len(prefix.key)
+        cache = EvictionCache(self.model, batch.policy, pool=self.pool) if prefix is None else deepcopy(prefix.cache)
         cache.expect(torch.ones(1, len(first.prompt), dtype=torch.bool), first.prompt[None])
         cache.protect(first.request.protect)
-        return _PrefillJob(
-            completions,
-            cache,
-            num_computed_tokens=num_cached,
-            num_cached_tokens=num_cached,
-            cache_prefix_at=cache_prefix_at if cache_prefix_at > num_cached else 0,
-        )
+        cache_prefix_at = cache_prefix_at if cache_prefix_at > num_cached else 0
+        self._prefill_job = _PrefillJob(completions, cache, num_cached, num_cached, cache_prefix_at)
+        return self._prefill_job
 
     # ---- prefill
 
@@ -451,16 +425,12 @@ class Scheduler:
         num_logprobs = None if first.stream.prompt else first.request.prompt_logprobs
         prompt, batch = first.prompt, first.batch
         chunk = prompt[job.num_computed_tokens : chunk_end][: None if batch.whole_prompt else max_tokens]
+        is_last_chunk = job.num_computed_tokens + len(chunk) == len(prompt)
+        logits_to_keep = 1 if num_logprobs is None else 0  # 0: all logits
+        options = {"past_key_values": job.cache, "use_cache": True, "logits_to_keep": logits_to_keep}
         try:
-            is_last_chunk = job.num_computed_tokens + len(chunk) == len(prompt)
-            masks = self._masks.begin(
-                [(completion.matcher, []) for completion in job.completions] if is_last_chunk else []
-            )
-            input_ids = chunk[None].to(self.model.device)
-            logits_to_keep = 1 if num_logprobs is None else 0  # 0: all logits
-            out = self.model(
-                input_ids=input_ids, past_key_values=job.cache, use_cache=True, logits_to_keep=logits_to_keep
-            )
+            masks = self._masks.begin([(each.matcher, []) for each in job.completions] if is_last_chunk else [])
+            out = self.model(input_ids=chunk[None].to(self.model.device), **options)
             if num_logprobs is not None:
                 next_tokens = prompt[job.num_computed_tokens + 1 :][: len(chunk)]
                 job.scored_tokens += with_logprobs(out.logits[0, : len(next_tokens)], next_tokens, num_logprobs)
@@ -475,10 +445,10 @@ class Scheduler:
             kept_share = job.cache.kept_share() if first.request.kept else None
             [memory] = memories(job.cache)
             for completion, allowed in zip(list(job.completions), masks.result(), strict=True):
-                completion.stream.num_cached_tokens, completion.stream.kept_share = job.num_cached_tokens, kept_share
-                completion.stream.memory = memory
+                stream = completion.stream
+                stream.num_cached_tokens, stream.kept_share, stream.memory = job.num_cached_tokens, kept_share, memory
                 if num_logprobs is not None:
-                    completion.stream.prompt = (Token(int(prompt[0])), *job.scored_tokens)
+                    stream.prompt = (Token(int(prompt[0])), *job.scored_tokens)
                 fork = job.cache if completion is job.completions[-1] else deepcopy(job.cache)
                 self._start_decoding(job, completion, fork, out.logits[0, -1].float().cpu(), next(allowed))
         except PoolFullError as error:
@@ -493,12 +463,10 @@ class Scheduler:
         """Cache the prefix read so far if the pool also has room for the remaining prompt and its completions."""
         prefix_length, job.cache_prefix_at, first = job.cache_prefix_at, 0, job.completions[0]
         needed_blocks = first.block_need.prefill * (len(first.prompt) - prefix_length) // len(first.prompt)
-        prefixes = first.batch.prefixes
-        free_blocks = self.pool.free + sum(
-            batch.prefixes.num_freeable_blocks for batch in [*self._batches.values()] if batch.prefixes is not None
-        )
-        if prefixes is not None and free_blocks >= needed_blocks + first.block_need.decode * len(job.completions):
-            prefixes.add(first.key()[:prefix_length], deepcopy(job.cache))
+        free_blocks = self.pool.free + sum(prefixes.num_freeable_blocks for prefixes in self._prefixes)
+        assert first.batch.prefixes is not None
+        if free_blocks >= needed_blocks + first.block_need.decode * len(job.completions):
+            first.batch.prefixes.add(first.key()[:prefix_length], deepcopy(job.cache))
 
     def _start_decoding(
         self, job: _PrefillJob, completion: _Completion, cache: EvictionCache, logits: Tensor, allowed: Tensor | None
@@ -524,30 +492,26 @@ class Scheduler:
         """
         max_drafts = batch.max_drafts // len(batch.running)
         next_token_ids = [completion.next_token_ids(max_drafts) for completion in batch.running]
-        masks = self._masks.begin(
-            [
-                (completion.matcher, token_ids[len(completion.token_ids) - completion.num_computed_tokens :].tolist())
-                for completion, token_ids in zip(batch.running, next_token_ids, strict=True)
-            ]
-        )
+        drafts = [
+            token_ids[len(completion.token_ids) - completion.num_computed_tokens :].tolist()
+            for completion, token_ids in zip(batch.running, next_token_ids, strict=True)
+        ]
+        matchers = [completion.matcher for completion in batch.running]
+        masks = self._masks.begin([*zip(matchers, drafts, strict=True)])
         try:
             logits = self._step(batch, next_token_ids)
             allowed = masks.result()
         except PoolFullError as error:
-            self._preempt(batch, error)
-            return
+            return self._preempt(batch, error)
         except Exception as error:
-            self._fail(batch.running, batch.cache, error)
-            return
+            return self._fail(batch.running, batch.cache, error)
         self.counts.steps += 1
         for completion, memory in zip(batch.running, memories(batch.cache), strict=True):
             completion.stream.memory = memory
         finished, num_rejected = [], []
-        for completion, token_ids, token_logits, token_masks in zip(
-            batch.running, next_token_ids, logits, allowed, strict=True
-        ):
+        read = zip(batch.running, next_token_ids, logits, allowed, map(len, drafts), strict=True)
+        for completion, token_ids, token_logits, token_masks, num_drafted in read:
             end = completion.num_computed_tokens + len(token_ids)
-            num_drafted = end - min(end, len(completion.token_ids))
             if not self._accept_tokens(completion, token_ids, token_logits, token_masks):
                 finished.append(completion)
             num_rejected.append(end - completion.num_computed_tokens)
@@ -558,41 +522,31 @@ class Scheduler:
 
     def _step(self, batch: _Batch, next_token_ids: list[Tensor]) -> list[Tensor]:
         """Read tokens ``[T_i]`` of each completion i. Returns the logits ``[T_i, V]`` on the CPU."""
-        width = max(map(len, next_token_ids))
-        input_ids = torch.stack([F.pad(token_ids, (width - len(token_ids), 0)) for token_ids in next_token_ids]).to(
-            self.model.device
-        )
+        width, device = max(map(len, next_token_ids)), self.model.device
+        starts = [width - len(token_ids) for token_ids in next_token_ids]  # of the tokens behind padding
+        padded = [F.pad(token_ids, (start, 0)) for token_ids, start in zip(next_token_ids, starts, strict=True)]
+        input_ids = torch.stack(padded).to(device)
         if width == 1:
             return [*batch.step_runner(input_ids).float().cpu()[:, None]]
-        valid = torch.stack([torch.arange(width) >= width - len(token_ids) for token_ids in next_token_ids])
-        past_valid = batch.cache.valid
-        mask = torch.cat([past_valid, valid.to(past_valid.device)], 1)
+        valid = torch.arange(width) >= torch.tensor(starts)[:, None]
+        mask = torch.cat([batch.cache.valid, valid.to(batch.cache.valid.device)], 1)
         out = self.model(input_ids=input_ids, attention_mask=mask, past_key_values=batch.cache, use_cache=True)
-        return [
-            sequence_logits[width - len(token_ids) :]
-            for sequence_logits, token_ids in zip(out.logits.float().cpu(), next_token_ids, strict=True)
-        ]
+        return [logits[start:] for logits, start in zip(out.logits.float().cpu(), starts, strict=True)]
 
     def _accept_tokens(
         self, completion: _Completion, token_ids: Tensor, logits: Tensor, allowed: Iterator[Tensor | None]
     ) -> bool:
-        """Accept drafts and sample the next token. Returns whether the completion goes on.
+        """Accept the drafts that equal the sampled tokens, and sample the next token. Returns whether it goes on.
 
-        A draft is accepted if it equals the sampled token. After a token whose successor is known nothing is sampled.
-
-        Args:
-            completion: its ``num_computed_tokens`` grows by the accepted tokens.
-            token_ids: ids ``[T]`` that were read: the completion's own tokens, then drafts.
-            logits: ``[T, V]``, after each token.
-            allowed: allowed tokens ``[V]`` bool, after the own tokens and after each draft. None: all tokens.
+        ``token_ids`` ``[T]`` were read: the completion's own tokens, then drafts. ``logits`` ``[T, V]`` follow each of
+        them, ``allowed`` the last own token and each draft. Where the successor is known nothing is sampled.
         """
         for token, token_logits in zip(token_ids, logits, strict=True):
             if completion.token_ids[completion.num_computed_tokens] != token:
                 return True
             completion.num_computed_tokens += 1
-            if completion.num_computed_tokens == len(completion.token_ids) and not self._sample_next(
-                completion, token_logits, next(allowed)
-            ):
+            is_newest = completion.num_computed_tokens == len(completion.token_ids)
+            if is_newest and not self._sample_next(completion, token_logits, next(allowed)):
                 return False
         return True
 
@@ -609,9 +563,8 @@ class Scheduler:
         completion.token_ids = torch.cat([completion.token_ids, torch.tensor([token.id])])
         is_end_token, text_offset = token.id in completion.end_tokens, detokenizer.length
         has_text = completion.request.include_stop_str_in_output or not is_end_token
-        completion.stream.put(
-            replace(token, text_offset=text_offset, text=detokenizer.add(token.id) if has_text else "")
-        )
+        text = detokenizer.add(token.id) if has_text else ""
+        completion.stream.put(replace(token, text_offset=text_offset, text=text))
         self.counts.tokens += 1
         if completion.num_generated == 1:
             self.counts.num_started += 1
@@ -623,12 +576,13 @@ class Scheduler:
             self._finish(completion, "length")
         else:
             if completion.num_generated == completion.request.num_reserved:  # longer than its reserved blocks
-                completion.request = replace(completion.request, reserved=2 * completion.num_generated)
+                reserved = {"reserved": 2 * completion.num_generated}
+                completion.request = completion.request.model_copy(update=reserved)
                 completion.block_need = completion.batch.admission.need(completion.request)
             return True
         if completion.batch.prefixes is not None:
             with self._lock:
-                completion.batch.prefixes.remember(completion.key())
+                completion.batch.prefixes.recent_keys.append(completion.key())
         return False
 
     # ---- preemption
@@ -677,40 +631,31 @@ class Scheduler:
         """End cancelled and late completions; after :meth:`stop` with a reason, end all completions."""
         with self._lock:
             for completions in self._waiting:
-                completions[:] = [
-                    completion
-                    for completion in completions
-                    if not self._end_if_cancelled(completion, waiting=completion.num_generated == 0)
-                ]
+                completions[:] = [each for each in completions if not self._end_if_cancelled(each, waiting=True)]
             self._waiting = deque(completions for completions in self._waiting if completions)
-        if self._prefill_job is not None:
-            self._prefill_job.completions = [
-                completion for completion in self._prefill_job.completions if not self._end_if_cancelled(completion)
-            ]
-            if not self._prefill_job.completions:
-                self._prefill_job.cache.reset()
+        if (job := self._prefill_job) is not None:
+            job.completions = [each for each in job.completions if not self._end_if_cancelled(each)]
+            if not job.completions:
+                job.cache.reset()
                 self._prefill_job = None
         self._remove([completion for completion in self._running if self._end_if_cancelled(completion)])
 
     def _end_if_cancelled(self, completion: _Completion, waiting: bool = False) -> bool:
         """End a completion if it was cancelled or is late. Returns whether it ended."""
+        request, seconds = completion.request, self._clock() - completion.submitted_at
+        reason: Reason | None = "timeout"
+        error: UserError | None = None
         if self._stop_error is not None:
-            has_text = completion.num_generated > 0 and not self.failed
-            self._finish(completion, "timeout" if has_text else None, None if has_text else self._stop_error)
-            return True
-        limits = [completion.request.answer_seconds, completion.request.wait_seconds if waiting else None]
-        is_late, waited_too_long = (
-            limit is not None and self._clock() - completion.submitted_at > limit for limit in limits
-        )
-        reason: Reason | None = (
-            "cancelled" if completion.stream.cancelled else "timeout" if is_late or waited_too_long else None
-        )
-        if reason is not None:
-            message = f"no token came within {completion.request.wait_seconds} seconds: ask again later."
-            self._finish(
-                completion, reason, QueueTimeoutError(message) if waited_too_long and reason == "timeout" else None
-            )
-        return reason is not None
+            if self.failed or not completion.num_generated:
+                reason, error = None, self._stop_error
+        elif completion.stream.cancelled:
+            reason = "cancelled"
+        elif waiting and not completion.num_generated and seconds > request.wait_seconds:
+            error = QueueTimeoutError(f"no token came within {request.wait_seconds} seconds: ask again later.")
+        elif seconds <= request.answer_seconds:
+            return False
+        self._finish(completion, reason, error)
+        return True
 
     def _finish(self, completion: _Completion, reason: Reason | None, error: Exception | None = None) -> None:
         self.counts.num_ended[reason or "error"] += 1
@@ -719,10 +664,8 @@ class Scheduler:
 
     def _remove(self, completions: list[_Completion]) -> None:
         """Remove completions from their batches."""
-        for batch in {id(completion.batch): completion.batch for completion in completions}.values():
-            batch.cache.remove(
-                [sequence for sequence, completion in enumerate(batch.running) if completion in completions]
-            )
+        for batch in {completion.batch for completion in completions}:
+            batch.cache.remove([index for index, each in enumerate(batch.running) if each in completions])
             batch.running = [completion for completion in batch.running if completion not in completions]
             self._hold_admissions = False
 
@@ -732,13 +675,3 @@ class Scheduler:
         for completion in completions:
             self._finish(completion, None, error)
         completions.clear()
-
-
-def _needs_whole_prompt(cache: EvictionCache) -> bool:
-    """Return whether prompts must be read in one pass: chunks would be evicted differently, read slowly, or refused."""
-    if cache.state.sequences.goes_on is False:
-        return True
-    if cache.gates is None:
-        return False
-    moves = cache.policy.positions == "slot" and cache.setup.prompt_sees == "sparse"
-    return cache.gates.config.scope == "prompt" or moves

@@ -56,12 +56,8 @@ def memories(cache: EvictionCache) -> list[Memory]:
         number, key, value = store.head_shape
         token_nbytes[layer.window] += number * (key + value) * pool.dtype.itemsize
         num_heads += number
-    whole_nbytes = torch.stack(
-        [
-            (num_tokens if window is None else num_tokens.clamp(max=window - 1)) * nbytes
-            for window, nbytes in token_nbytes.items()
-        ]
-    ).sum(0)
+    seen = {window: num_tokens if window is None else num_tokens.clamp(max=window - 1) for window in token_nbytes}
+    whole_nbytes = torch.stack([seen[window] * nbytes for window, nbytes in token_nbytes.items()]).sum(0)
     taken_nbytes = torch.stack([store.owned.sum((0, 2)) for store in state.stores]).sum(0) * block_nbytes
     num_held = torch.stack([store.held.sum((0, 2)) for store in state.stores]).sum(0) / num_heads
     saved_nbytes = (whole_nbytes - taken_nbytes).clamp(min=0)

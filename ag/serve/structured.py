@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, repeat
 from typing import Any
@@ -20,17 +21,13 @@ from torch import Tensor
 from ag.errors import UserError, need
 
 
+@dataclass(eq=False)
 class Grammars:
-    """Compiles grammars for one model.
+    """Compiles grammars for one model."""
 
-    Args:
-        tokenizer: the model's tokenizer, a fast tokenizer.
-        vocabulary: size of the model's vocabulary.
-        end_tokens: ids of the tokens that end a text.
-    """
-
-    def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: Collection[int]) -> None:
-        self._tokenizer, self._vocabulary, self._end_tokens = tokenizer, vocabulary, end_tokens
+    tokenizer: Any  # the model's tokenizer, a fast tokenizer
+    vocabulary: int  # size of the model's vocabulary
+    end_tokens: Collection[int]  # ids of the tokens that end a text
 
     @cached_property
     def _tokens(self) -> Any:
@@ -38,9 +35,9 @@ class Grammars:
         from llguidance import LLTokenizer, TokenizerWrapper
         from llguidance.hf import from_tokenizer
 
-        ll_tokenizer = from_tokenizer(self._tokenizer, self._vocabulary, sorted(self._end_tokens) or None)
+        ll_tokenizer = from_tokenizer(self.tokenizer, self.vocabulary, sorted(self.end_tokens) or None)
         plain: Any = TokenizerWrapper(_PlainText(ll_tokenizer))
-        return LLTokenizer(plain, n_vocab=self._vocabulary, eos_token=ll_tokenizer.eos_tokens)
+        return LLTokenizer(plain, n_vocab=self.vocabulary, eos_token=ll_tokenizer.eos_tokens)
 
     def __call__(self, kind: str, text: str) -> Any:
         """Return a new matcher, which has read no token.
@@ -73,9 +70,6 @@ class _PlainText:
 
     If a grammar allows only one text, llguidance asks for its tokens. The model's tokenizer may return tokens of
     another text: ``<|im_end|>`` becomes a special token, and a normalizer composes accents.
-
-    Args:
-        ll_tokenizer: llguidance's tokenizer.
     """
 
     bos_token_id = None
@@ -83,9 +77,7 @@ class _PlainText:
     def __init__(self, ll_tokenizer: Any) -> None:
         self._ll_tokenizer, self.eos_token_id = ll_tokenizer, ll_tokenizer.eos_token
         self.tokens = [ll_tokenizer.decode_bytes([token]) for token in range(ll_tokenizer.vocab_size)]
-        self.special_token_ids = [
-            token for token in range(ll_tokenizer.vocab_size) if ll_tokenizer.is_special_token(token)
-        ]
+        self.special_token_ids = [*filter(ll_tokenizer.is_special_token, range(ll_tokenizer.vocab_size))]
 
     def __call__(self, text: bytes) -> list[int]:
         """Return the tokens of a UTF-8 text. If the tokenizer changes the text, take the longest matching tokens."""
@@ -97,11 +89,7 @@ class _PlainText:
 
 
 class Masks:
-    """Computes the allowed next tokens in its own thread, during the model's forward pass.
-
-    Args:
-        vocabulary: size of the model's vocabulary.
-    """
+    """Computes the allowed next tokens of a vocabulary in its own thread, during the model's forward pass."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary, self._thread = vocabulary, ThreadPoolExecutor(1, "masks")
@@ -132,11 +120,12 @@ class Masks:
 
         with_grammar = [(matcher, drafts) for matcher, drafts in texts if matcher is not None]
         sizes = [1 + len(drafts) for _, drafts in with_grammar]
-        rows = [(*each, first) for each, first in zip(with_grammar, accumulate(sizes, initial=0), strict=False)]
+        starts = accumulate(sizes, initial=0)
+        rows = [(matcher, start, drafts) for (matcher, drafts), start in zip(with_grammar, starts, strict=False)]
         bits = np.zeros((sum(sizes), -(-self._vocabulary // 32)), np.int32)
-        if without_drafts := [(matcher, first) for matcher, drafts, first in rows if not drafts]:
+        if without_drafts := [(matcher, start) for matcher, start, drafts in rows if not drafts]:
             masks.fill_next_token_bitmask_par(self._executor, without_drafts, bits)
-        if with_drafts := [(matcher, first, drafts) for matcher, drafts, first in rows if drafts]:
+        if with_drafts := [row for row in rows if row[2]]:
             masks.fill_next_token_bitmask_par_with_draft_tokens(self._executor, with_drafts, bits)
         allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocabulary, bitorder="little").view(np.bool_)
         parts = map(iter, torch.from_numpy(allowed).split(sizes))

@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -21,9 +21,7 @@ class ToolCallFormat:
     """The format in which a chat template writes tool calls."""
 
     response: Mapping[str, Any]  # response template of transformers, for text with special tokens
-    #: Text of a call up to its arguments, with ``NAME``. None: calls cannot be forced.
-    before_arguments: str | None = None
-    after_arguments: str = ""  # text of a call after its arguments
+    call: str | None = None  # text of a call, with ``NAME`` and ``ARGUMENTS``; None: calls cannot be forced
     end: str = "(?!)"  # pattern of the text that ends a completion and is not part of it
 
     def grammar(
@@ -40,12 +38,10 @@ class ToolCallFormat:
         rules = [] if content_schema is None else [f"other: %json {content_schema}"]
         for index, tool in enumerate(tools):
             name = json.dumps(tool.function.name, ensure_ascii=False)[1:-1]
-            before_arguments = self._rule((self.before_arguments or "").replace("NAME", name), special)
-            after_arguments = self._rule(self.after_arguments, special)
-            rules.append(f"call{index}: {before_arguments} arguments{index} {after_arguments}")
-            rules.append(f"arguments{index}: %json {json.dumps(tool.function.parameters or _NO_PARAMETERS)}")
-        alternatives = [rule.partition(":")[0] for rule in rules if not rule.startswith("arguments")]
-        start = " | ".join(alternatives)
+            before, after = (self._rule(x.replace("NAME", name), special) for x in str(self.call).split("ARGUMENTS"))
+            schema = json.dumps(tool.function.parameters or _NO_PARAMETERS)
+            rules.append(f"call{index}: {before} %json {schema} {after}")
+        start = " | ".join(rule.partition(":")[0] for rule in rules)
         if thinks:
             start, thoughts_rule = rf"thoughts /\s*/ ({start})", f"thoughts: /(?s:.*)/ <[{special.get(THOUGHT)}]>"
             rules.append(thoughts_rule if THOUGHT in special else f'thoughts[suffix="{THOUGHT}"]: /(?s:.*)/')
@@ -58,66 +54,37 @@ class ToolCallFormat:
         return " ".join(f"<[{special[x]}]>" if x in special else json.dumps(x, ensure_ascii=False) for x in parts if x)
 
 
-def _call_format(
-    end: str,
-    before_arguments: str,
-    after_arguments: str,
-    function: Mapping[str, str],
-    anchor: str = r"\A.*",
-    **calls: Any,
-) -> ToolCallFormat:
-    """Return the format of calls in the regions ``calls``; ``function`` maps their name and arguments."""
-    fields = {
-        "reasoning_content": {"open": "<think>", "close": THOUGHT},
-        "tool_calls": {"content": "json", "transform": {"type": "function", "function": function}} | calls,
-        "content": {"close_pattern": end},
-    }
-    return ToolCallFormat({"start_anchor_pattern": anchor, "fields": fields}, before_arguments, after_arguments, end)
-
-
-def _families(end: str) -> dict[str, ToolCallFormat]:
-    """Return formats by a pattern of the chat template's text; the first match applies."""
-    return {
-        # Hermes, Qwen 2.5 and 3, and others since
-        r'<tool_call>[^<]{0,80}?"name': _call_format(
-            end,
-            '<tool_call>\n{"name": "NAME", "arguments": ',
-            "}\n</tool_call>",
-            {"name": "{content.name}", "arguments": "{content.arguments}"},
-            r"\A(?:.*<\|im_start\|>assistant\n|.*)",  # some templates open the thoughts after it
-            open_pattern=r"\s*<tool_call>",
-            close="</tool_call>",
-            repeats=True,
-        ),
-        # Mistral since version 11, then earlier versions
-        r"\[ARGS\]": _call_format(
-            end,
-            "[TOOL_CALLS]NAME[ARGS]",
-            "",
-            {"name": "{name}", "arguments": "{content}"},
-            open_pattern=r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
-            close_pattern=rf"(?=\[TOOL_CALLS\])|{end}",
-            repeats=True,
-        ),
-        r"\[TOOL_CALLS\]": _call_format(
-            end,
-            '[TOOL_CALLS][{"name": "NAME", "arguments": ',
-            "}]",
-            {"name": "{name}", "arguments": "{arguments}"},
-            open_pattern=r"\s*\[TOOL_CALLS\]",
-            close_pattern=end,
-            transform_each=True,
-        ),
-        # Llama 3.1 to 3.3: the whole completion is a call
-        r"""'"parameters": '""": _call_format(
-            end,
-            '{"name": "NAME", "parameters": ',
-            "}",
-            {"name": "{content.name}", "arguments": "{content.parameters}"},
-            open_pattern=r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)',
-            close_pattern=end,
-        ),
-    }
+#: How families of chat templates write calls, by a pattern of the template; the first match applies: a call, its name
+#: and its arguments, and its region for transformers' parser, in which ``END`` ends a completion.
+FAMILIES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
+    # Hermes, Qwen 2.5 and 3, and others since
+    r'<tool_call>[^<]{0,80}?"name': (
+        '<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+        {"name": "{content.name}", "arguments": "{content.arguments}"},
+        {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True},
+    ),
+    # Mistral since version 11, then earlier versions
+    r"\[ARGS\]": (
+        "[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
+        {"name": "{name}", "arguments": "{content}"},
+        {
+            "open_pattern": r"\s*\[TOOL_CALLS\](?P<name>[^\[\{]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]",
+            "close_pattern": r"(?=\[TOOL_CALLS\])|END",
+            "repeats": True,
+        },
+    ),
+    r"\[TOOL_CALLS\]": (
+        '[TOOL_CALLS][{"name": "NAME", "arguments": ARGUMENTS}]',
+        {"name": "{name}", "arguments": "{arguments}"},
+        {"open_pattern": r"\s*\[TOOL_CALLS\]", "close_pattern": "END", "transform_each": True},
+    ),
+    # Llama 3.1 to 3.3: the whole completion is a call
+    r"""'"parameters": '""": (
+        '{"name": "NAME", "parameters": ARGUMENTS}',
+        {"name": "{content.name}", "arguments": "{content.parameters}"},
+        {"open_pattern": r'\A\s*(?:<\|python_tag\|>)?(?=\s*\{\s*"name"\s*:)', "close_pattern": "END"},
+    ),
+}
 
 
 def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | None:
@@ -133,21 +100,24 @@ def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | No
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     ends = [re.escape(text) for text in ENDS if text in special and not ruled]
     end = rf"\s*(?:{'|'.join(ends) or '(?!)'})"
-    family = next((calls for pattern, calls in _families(end).items() if re.search(pattern, template)), None)
     own = getattr(tokenizer, "response_template", None)
-    if own is None:
-        return family
-    return ToolCallFormat(own, end=end) if family is None else replace(family, response=own)
+    family = next((family for pattern, family in FAMILIES.items() if re.search(pattern, template)), None)
+    if family is None:
+        return None if own is None else ToolCallFormat(own, end=end)
+    call, function, region = family
+    calls = {"content": "json", "transform": {"type": "function", "function": function}}
+    calls |= {key: value.replace("END", end) if isinstance(value, str) else value for key, value in region.items()}
+    thoughts = {"open": "<think>", "close": THOUGHT}
+    fields = {"reasoning_content": thoughts, "tool_calls": calls, "content": {"close_pattern": end}}
+    # some templates open the thoughts behind the beginning of the assistant's turn
+    anchor = r"\A(?:.*<\|im_start\|>assistant\n|.*)" if "<tool_call>" in call else r"\A.*"
+    return ToolCallFormat(own or {"start_anchor_pattern": anchor, "fields": fields}, call, end)
 
 
 class OutputParser:
     """Splits a completion into content, thoughts and calls while it is generated.
 
-    Args:
-        calls: format of the chat template's calls.
-        prompt: text of the prompt with special tokens.
-        tools: the tools, as in OpenAI's API.
-        parallel: False keeps only the first call.
+    ``prompt`` is the text of the prompt with special tokens. Without ``parallel`` only the first call is kept.
     """
 
     def __init__(self, calls: ToolCallFormat, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
@@ -155,10 +125,8 @@ class OutputParser:
         # characters of the parser's text that were emitted, or belong to no part
         self._num_emitted = len(self._parser._buffer)
         self._end, self._parallel = calls.end, parallel
-        #: True if the prompt has opened thoughts: the completion begins with them.
-        self.thinks = self._parser._current == "reasoning_content"
-        #: Number of calls so far.
-        self.count = 0
+        self.thinks = self._parser._current == "reasoning_content"  # True if the prompt has opened thoughts
+        self.count = 0  # number of calls so far
 
     def add(self, text: str, last: bool = False) -> dict[str, Any]:
         """Return the new parts of an OpenAI message after more text; ``last`` ends the completion.

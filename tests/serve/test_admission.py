@@ -7,7 +7,6 @@ import random
 import pytest
 
 pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 import ag  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
@@ -115,12 +114,11 @@ def test_as_many_requests_run_at_once_as_the_log_says(tiny_llama, tiny_tokenizer
 def test_what_fits_is_said_in_tokens_of_a_whole_cache(tiny_llama, tiny_tokenizer):
     model = tiny_llama(eos_token_id=None)
     scheduler = Scheduler(model, tiny_tokenizer, "h2o", ag.Pool(model, 2**18), 40)
-    tokens, size = scheduler.admission.full_cache_tokens(scheduler.pool.capacity), scheduler.pool.tokens[0]
+    context, size = scheduler.context_length, scheduler.pool.tokens[0]
+    text = scheduler.admission.capacity_text(scheduler.pool.capacity, context, scheduler.batch)
+    tokens = int(text.removeprefix("memory for ").partition(" tokens of a whole cache")[0].replace(",", ""))
     rows = sum(heads for heads, _ in scheduler.admission._rows)
     assert rows * (tokens // size) <= scheduler.pool.capacity < rows * (tokens // size + 1)
-    context = scheduler.context_length
-    text = scheduler.admission.capacity_text(scheduler.pool.capacity, context, scheduler.batch)
-    assert f"memory for {tokens:,} tokens of a whole cache" in text
     assert f"requests of {context:,} tokens ({context // 8:,} of the answer)" in text
 
 

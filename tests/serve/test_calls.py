@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 from transformers import AddedToken  # noqa: E402
 
 import ag  # noqa: E402
 from ag.serve import Scheduler, Token, scheduler  # noqa: E402
-from ag.serve.detokenizer import Vocabulary  # noqa: E402
 from ag.serve.protocol import Tool  # noqa: E402
+from ag.serve.stream import Vocabulary  # noqa: E402
 from ag.serve.structured import Grammars  # noqa: E402
 from ag.serve.tools import OutputParser, tool_call_format  # noqa: E402
 from tests.support.asked import asked  # noqa: E402

@@ -9,7 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from ag.errors import UserError
-from ag.serve.detokenizer import Detokenizer, Vocabulary
+from ag.serve import Request
+from ag.serve.stream import Detokenizer, Vocabulary
 from tests.support.byte_fallback import PIECES, SPECIAL, bytes_as_tokens, bytes_of, fallback_tokenizer
 from tests.support.http_server import byte_tokenizer
 from tests.support.refused import refuses
@@ -38,10 +39,14 @@ KINDS = {
 }
 
 
+def reader(vocabulary, stop=(), continues=False, **fields):
+    return Detokenizer(vocabulary, Request(tokens=[7], stop=tuple(stop), continues=continues, **fields))
+
+
 def given(text, *stops):
     """The pieces of a text whose tokens are bytes."""
     tokenizer = byte_tokenizer()
-    made, pieces = Detokenizer(Vocabulary(tokenizer), stops), []
+    made, pieces = reader(Vocabulary(tokenizer), stops), []
     for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
         pieces.append(made.add(token))
         if made.stopped:
@@ -82,7 +87,7 @@ def test_any_tokens_become_the_text_of_their_bytes(kind):
     vocabulary, draw = Vocabulary(tokenizer), random.Random(0)
     for _ in range(40):
         tokens = drawn(draw)
-        made, text, said = Detokenizer(vocabulary, continues=True), "", b""
+        made, text, said = reader(vocabulary, continues=True), "", b""
         for token in tokens:
             text, said = text + made.add(token), said + says(token)
             assert text == codecs.getincrementaldecoder("utf-8")("replace").decode(said), tokens
@@ -97,18 +102,18 @@ def test_half_a_character_before_the_end(kind):
     vocabulary, half = Vocabulary(KINDS[kind][0]), bytes_as_tokens(b"a\xe4\xb8")
     end = SPECIAL.index("<end>")
     for include, text in ((False, "a\ufffd"), (True, "a\ufffd<end>")):
-        made = Detokenizer(vocabulary, ["<end>"], include_stop=include)
+        made = reader(vocabulary, ["<end>"], include_stop_str_in_output=include)
         assert "".join(map(made.add, [*half, end])) + made.flush() == text and made.stopped
-        made = Detokenizer(vocabulary, ["a", "x"], include_stop=include)
+        made = reader(vocabulary, ["a", "x"], include_stop_str_in_output=include)
         assert "".join(map(made.add, half)) + made.flush() == "a" * include and made.stopped
-    made = Detokenizer(vocabulary, ["\ufffd"])
+    made = reader(vocabulary, ["\ufffd"])
     assert ("".join(map(made.add, half)) + made.flush(), made.stopped) == ("a", True)
-    made = Detokenizer(vocabulary, ["<end>", "\ufffd"], include_stop=True)
+    made = reader(vocabulary, ["<end>", "\ufffd"], include_stop_str_in_output=True)
     assert "".join(map(made.add, [*half, end])) + made.flush() == "a\ufffd"
 
 
 def test_a_token_may_end_a_stop_text_and_begin_a_character():
-    made = Detokenizer(Vocabulary(level_tokenizer()), ["\u00e9"])
+    made = reader(Vocabulary(level_tokenizer()), ["\u00e9"])
     token = len(SPECIAL) + LEVEL.index(b"\xc3\xa9\xe4")
     assert (made.add(token), made.flush(), made.stopped) == ("", "", True)
 
@@ -118,7 +123,7 @@ def test_a_continuation_begins_with_its_space():
     backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "<unk>": 2}, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
     vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend))
-    begins, goes_on = Detokenizer(vocabulary), Detokenizer(vocabulary, continues=True)
+    begins, goes_on = reader(vocabulary), reader(vocabulary, continues=True)
     assert [begins.add(1), begins.add(0), goes_on.add(1)] == ["b", " a", " b"]
 
 
@@ -126,12 +131,12 @@ def test_a_continuation_begins_with_its_space():
 def test_a_stop_text_that_is_a_special_token_ends_an_answer(kind):
     """Text that was held back before it is returned; the same characters as text end an answer too."""
     vocabulary = Vocabulary(KINDS[kind][0])
-    made = Detokenizer(vocabulary, ["<end>", "xyz"])
+    made = reader(vocabulary, ["<end>", "xyz"])
     assert [made.add(token) for token in bytes_as_tokens(b"ax")] == ["a", ""]
     assert (made.add(SPECIAL.index("<end>")), made.stopped, made.num_released) == ("x", True, 2)
-    made = Detokenizer(vocabulary, ["xyz"])
+    made = reader(vocabulary, ["xyz"])
     assert (made.add(SPECIAL.index("<end>")), made.stopped) == ("", False)
-    made = Detokenizer(vocabulary, ["<end>"])
+    made = reader(vocabulary, ["<end>"])
     assert "".join(map(made.add, bytes_as_tokens(b"a<end>"))) == "a" and made.stopped
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 import ag  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402

@@ -123,9 +123,9 @@ def test_what_texts_have_in_common(tiny_llama):
     found = PrefixCache(pool)
     first, second = torch.arange(200), torch.cat([torch.arange(100), torch.zeros(50, dtype=torch.long)])
     for each in (first, second):
-        found.remember(each)
+        found.recent_keys.append(each)
     assert found.shared_prefix_length(first) == found.shared_prefix_length(second) == 96
-    found.remember(torch.arange(130))
+    found.recent_keys.append(torch.arange(130))
     assert (
         found.shared_prefix_length(first) == 128 and found.shared_prefix_length(torch.arange(130)) == 128
     )  # less than all

@@ -266,7 +266,9 @@ def test_an_answer_without_a_limit_takes_what_is_free(tiny_llama, tiny_tokenizer
     assert scheduler.counts.preempted and [stream.reason for stream in streams] == ["length"] * 2
     for request, stream in zip(requests, streams, strict=True):
         found = read(stream)
-        assert 40 < len(found) < 450 and found == alone(model, "full", replace(request, max_tokens=len(found)))
+        assert 40 < len(found) < 450 and found == alone(
+            model, "full", request.model_copy(update={"max_tokens": len(found)})
+        )
     assert pool.free == pool.capacity
 
 
@@ -299,7 +301,11 @@ def test_the_lower_a_temperature_the_more_greedy(tiny_llama, tiny_tokenizer, tem
     model, draw = model_for(tiny_llama, "full"), random.Random(8)
     request = Request(tokens=text(draw, 20), max_tokens=6, temperature=temperature, repetition_penalty=0.01)
     scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
-    streams = [stream for other in (request, replace(request, temperature=0.0)) for stream in scheduler.submit(other)]
+    streams = [
+        stream
+        for other in (request, request.model_copy(update={"temperature": 0.0}))
+        for stream in scheduler.submit(other)
+    ]
     finish(scheduler)
     drawn, greedy = map(read, streams)
     assert drawn == greedy
@@ -346,7 +352,7 @@ def test_what_is_refused(tiny_llama, tiny_tokenizer):
         Request(tokens=[7], min_tokens=9, max_tokens=8)
     with refuses(UserError, "protect=((1, 3),)", "(0, 40)", "2 tokens"):
         Request(tokens=[7, 8], protect=((1, 3),))
-    with refuses(UserError, "tokens", "empty"):
+    with refuses(UserError, "tokens=[]", "at least 1"):
         Request(tokens=[])
     with refuses(UserError, "500", "512", "context"):
         scheduler.submit(Request(tokens=[7] * 500, max_tokens=20))

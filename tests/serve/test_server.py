@@ -10,7 +10,6 @@ import pytest
 import torch
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 import uvicorn  # noqa: E402
 from openai.types import Completion  # noqa: E402
 from openai.types.chat import ChatCompletion, ChatCompletionChunk  # noqa: E402
@@ -21,8 +20,7 @@ from ag.errors import UserError  # noqa: E402
 from ag.serve import Request, Scheduler, answers, app, entrance  # noqa: E402
 from ag.serve.metrics import Metrics  # noqa: E402
 from ag.serve.scheduler import StoppedError  # noqa: E402
-from ag.serve.server import Server  # noqa: E402
-from ag.serve.start import listen  # noqa: E402
+from ag.serve.server import Server, listen  # noqa: E402
 from tests.support.asked import KEY, Connection, asked  # noqa: E402
 from tests.support.byte_fallback import PIECES, bytes_as_tokens, fallback_tokenizer  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer, said  # noqa: E402

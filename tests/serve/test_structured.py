@@ -10,7 +10,6 @@ import torch
 from tokenizers import normalizers
 
 pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
 
 import ag  # noqa: E402

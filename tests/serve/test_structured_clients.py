@@ -6,7 +6,6 @@ import pytest
 from pydantic import BaseModel, Field
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 pytest.importorskip("llguidance", reason="needs llguidance: pip install 'ag[structured]'")
 
 import ag  # noqa: E402

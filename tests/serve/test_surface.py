@@ -4,13 +4,12 @@ import pytest
 import torch
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 import ag  # noqa: E402
 from ag.commands.serve import ServeConfig  # noqa: E402
 from ag.config.recipes import resolve  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
-from ag.serve.start import load_service  # noqa: E402
+from ag.serve.server import load_service  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
 from tests.support.gates_for import gates_for  # noqa: E402
 from tests.support.http_server import TEMPLATE, VOCABULARY, byte_tokenizer, said, saved  # noqa: E402

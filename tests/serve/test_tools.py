@@ -5,11 +5,10 @@ import json
 import pytest
 
 openai = pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
-pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
 
 import ag  # noqa: E402
 from ag.serve import Scheduler  # noqa: E402
-from ag.serve.detokenizer import Detokenizer  # noqa: E402
+from ag.serve.stream import Detokenizer  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
 from tests.support.http_server import VOCABULARY, byte_tokenizer  # noqa: E402
 from tests.support.reasoning import CHAT, TEMPLATE, TOOLS, call  # noqa: E402
@@ -127,7 +126,7 @@ def test_turns_whose_thoughts_are_dropped_share_what_is_the_same(ask):
     texts = [said(request) for request in requests]
     assert "<think>I have to look." in texts[1] and "<think>I have to look." not in texts[2]
     for answer, request in zip(answers, requests, strict=True):
-        reader = Detokenizer(scheduler.vocabulary)  # which gives out whole characters
+        reader = Detokenizer(scheduler.vocabulary, request)  # which gives out whole characters
         expected = "".join(map(reader.add, alone(scheduler.model, scheduler.policy, request))) + reader.flush()
         assert answer.json()["choices"][0]["message"]["content"] == expected
         assert answer.json()["usage"]["prompt_tokens"] == len(request.tokens)

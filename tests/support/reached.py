@@ -12,7 +12,7 @@ import uvicorn
 from ag.commands.serve import ServeConfig
 from ag.serve import Scheduler
 from ag.serve.app import Service
-from ag.serve.start import listen
+from ag.serve.server import listen
 
 
 @contextmanager
