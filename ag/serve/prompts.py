@@ -83,7 +83,6 @@ class RequestBuilder:
         """Return the request of one prompt. ``param`` is the prompt's parameter, for errors."""
         if not tokens:
             raise ApiError(400, "the prompt is empty: expected one token or more.", param)
-        self._check_tokens(tokens, param)
         self._check_tokens(params.stop_token_ids, "stop_token_ids")
         self._check_tokens([*params.logit_bias], "logit_bias")
         if not all(0 <= first < end <= len(tokens) for first, end in protect):
@@ -222,6 +221,7 @@ class RequestBuilder:
             starts = [*accumulate((first for first, _ in encoding.get("offset_mapping", ())), max), len(text)]
             token_texts = [text[first:end] for first, end in pairwise([0, *starts[1:]])]
         else:
+            self._check_tokens(text, param)
             reader = Detokenizer(self._scheduler.vocabulary, Request(tokens=text, special=True, continues=False))
             ids, token_texts = text, [reader.add(token) for token in text] if params.echo else []
             token_texts[-1:] = [token_text + reader.flush() for token_text in token_texts[-1:]]  # half a character

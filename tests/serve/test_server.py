@@ -263,6 +263,7 @@ def test_half_a_character_at_the_end_of_a_prompt(fallback):
     ("change", "param", "words"),
     [
         ({"prompt": [1, 2, 400]}, "prompt", ["259"]),
+        ({"prompt": [1, -1], "echo": True}, "prompt", ["-1", "259"]),
         ({"logit_bias": {"7": 1, "260": 1}}, "logit_bias", ["260", "259"]),
         ({"prompt": ["a"] * 257}, "prompt", ["257 prompts: expected at most 256"]),
         ({"prompt": ["a", ""]}, "prompt[1]", ["empty"]),
