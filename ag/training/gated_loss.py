@@ -15,6 +15,7 @@ from ag.gates.gating import Gating
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.base import without_dropout
 from ag.model.hooks import instrument
+from ag.model.interceptor import Interceptor
 from ag.model.structure import decoder_of
 from ag.training import losses
 from ag.training.objectives import objective
@@ -58,13 +59,12 @@ class GatedLoss(ABC):
             step: optimiser steps of the run before this one.
         """
 
-    def run_decoder(self, batch: Batch, gating: Gating | None = None) -> Tensor:
-        """Run the decoder; returns the final hidden states ``[B, T, d]``."""
+    def run_decoder(self, batch: Batch, gating: Interceptor | None = None) -> Tensor:
+        """Run the decoder, under an interceptor if one is given; returns the final hidden states ``[B, T, d]``."""
         if gating is None and "document_start" in batch:
             gating = Gating(None, batch["attention_mask"], first=batch["document_start"])
-        keywords = {} if gating is None else {"gating": gating}
-        mask = None if gating is not None else batch["attention_mask"]
-        output = decoder_of(self.model)(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords)
+        keywords = {"attention_mask": batch["attention_mask"]} if gating is None else {"gating": gating}
+        output = decoder_of(self.model)(input_ids=batch["input_ids"], use_cache=False, **keywords)
         states: Tensor = output.last_hidden_state
         return states
 

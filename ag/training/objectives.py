@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from ag.config.loss import REGRESS
 from ag.plugins import part
 from ag.training.losses import token_kl, token_nll
 
-REGRESS = "regress"  # every step belongs to the warm start: no backward through the model, no objective
 MEASURED = ("lm", REGRESS)  # validation measures the cross-entropy alone
 
 

@@ -26,7 +26,8 @@ class RowRegression(GatedLoss):
         observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
         with torch.no_grad():
             self.run_decoder(batch, observed)
-        loss = losses.regression_loss(self.gates, observed, warm.keep, warm.scale)
+        logits, targets = (torch.stack([*by_layer.values()]) for by_layer in (observed.logits, observed.targets))
+        loss = losses.regression_loss(self.gates, logits, targets, observed.has_target(), warm.keep, warm.scale)
         # DistributedDataParallel waits for the adapters' gradients
         adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         total = loss + 0.0 * sum(gather_tensor(parameter.sum()) for parameter in adapters)
@@ -56,7 +57,7 @@ class PromptRegression(GatedLoss):
         targets = _pad([torch.stack([x.targets[layer] for layer in x.hidden]) for x in prompts])
         gating.logits = dict(zip(prompts[0].hidden, logits, strict=True))
         repeated = gating.counted() & ~self.unevictable(gating)
-        loss = losses.regression(self.gates, logits, targets, repeated, warm.keep, warm.scale)
+        loss = losses.regression_loss(self.gates, logits, targets, repeated, warm.keep, warm.scale)
         measurements = self.gate_measurements(gating, losses.gate_means(self.gates, gating))
         return loss_terms(loss, {"regress_loss": loss}, *measurements)
 

@@ -92,7 +92,7 @@ class Validation(nn.Module):
 
     def reset(self) -> None:
         """Reset the metrics, but not ``evicted``."""
-        for metric in self.children():
+        for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()
 
