@@ -11,7 +11,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
-from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_class, check_name, option_names, parts, split_label
+from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_class, option_names, parts, split_label
 from ag.config.sections import BUDGET
 from ag.errors import UserError, check_known
 
@@ -81,7 +81,8 @@ class PolicySpec:
             check_class("ag.scorers", scorer)
         for noun, name in (("wrapper", wrapper), ("allocator", allocator)):
             if name is not None:
-                check_name(noun, name, text)
+                check_known(name, parts(f"ag.{noun}s"), noun, text)
+                check_class(f"ag.{noun}s", name)
         if scorer in ALIASES and allocator is not None:
             spelt_out = "@".join(ALIASES[scorer])
             raise UserError(

@@ -295,7 +295,9 @@ def test_only_what_is_repeated_has_a_target(tiny_llama):
 
 def regression_of(gates, seen, keep, scale):
     """Return the loss of what a pass observed."""
-    logits, targets = (torch.stack([by_layer[layer] for layer in seen.targets]) for by_layer in (seen.logits, seen.targets))
+    logits, targets = (
+        torch.stack([by_layer[layer] for layer in seen.targets]) for by_layer in (seen.logits, seen.targets)
+    )
     return losses.regression_loss(gates, logits, targets, seen.has_target(), keep, scale)
 
 
@@ -344,7 +346,7 @@ def test_regression_by_hand(tiny_llama, scale):
     distances = [abs(want - logit) for want, logit in wanted]
     want = sum(0.5 * d * d if d < 1 else d - 0.5 for d in distances) / len(distances)
     loss = regression_of(gates, Seen(targets, logits, mask), 0.25, scale)
-    hold(loss, want, of_two_layers( gates, mask, scale, targets, logits))
+    hold(loss, want, of_two_layers(gates, mask, scale, targets, logits))
     if scale == "global":
         assert sum(want > boundary for want, _ in wanted) == 13
     other = {layer: torch.where(mask[:, None], x, 1e4) for layer, x in targets.items()}
