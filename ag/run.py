@@ -135,10 +135,10 @@ def fit(
 
 def without_caches(config: Config) -> Config:
     """Return the configuration of a dry run, which writes neither contexts nor tokenised rows."""
-    data, loss = config.data, config.loss
+    rows, loss = config.data, config.loss
     return replace(
         config,
-        data=replace(data, cache=None) if isinstance(data, TextKeys) else data,
+        data=replace(rows, cache=None) if isinstance(rows, TextKeys) else rows,
         loss=replace(loss, contexts=None) if isinstance(loss, ReplayConfig) else loss,
     )
 

@@ -280,11 +280,6 @@ class ReplayLoss(GatedLoss):
     """Compute the divergence of responses under two sampled shares, each times the square of its share.
 
     At half the share the divergence is about four times as large; with the square all shares count about equally.
-
-    Args:
-        config: ``loss`` and ``warmup`` are read.
-        model: causal language model, frozen.
-        gates: gates of the model.
     """
 
     def __init__(self, config: Config, model: nn.Module, gates: AttentionGates | None) -> None:
@@ -363,11 +358,7 @@ class ReplayResult(NamedTuple):
 
 
 class ReplayValidation(Validation):
-    """The metrics of validation by replay: means over ``VALIDATION_SHARES``, and the divergence at each.
-
-    Args:
-        gated_loss: measures a batch as training does.
-    """
+    """The metrics of validation by replay: means over ``VALIDATION_SHARES``, and the divergence at each."""
 
     gated_loss: ReplayLoss
 
