@@ -131,12 +131,9 @@ class Rank:
 
 
 def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: Callable[..., object]) -> int:
-    """Train on the machines of ``config.cluster``; returns the exit code of ``ag.fit``.
+    """Train on the machines of ``config.cluster`` by ``fit``, :func:`ag.run.fit`; returns the exit code of ``ag.fit``.
 
-    Args:
-        config: the whole configuration.
-        make_folder: makes the run folder, called when the cluster has room; returns None for a dry run.
-        fit: :func:`ag.run.fit`.
+    ``make_folder`` is called when the cluster has room. It makes the run folder, or returns None for a dry run.
 
     Raises:
         UserError: a rank raised it, the cluster does not exist, or it has no room.

@@ -29,10 +29,6 @@ class RunCheckpoint(StepCallback, Checkpoint):
     `trainer.max_steps` continues inside its epoch if `trainer.max_steps` is raised. (Lightning's ModelCheckpoint saves
     either every few steps or after validations, and the counters of the moment: after an error between two accumulated
     batches, a resumed run would lack the gradient of the first.)
-
-    Args:
-        run_dir: the run folder.
-        settings: how often to save, how many checkpoints to keep, and the metric of the best one.
     """
 
     def __init__(self, run_dir: Path, settings: CheckpointConfig) -> None:

@@ -60,10 +60,7 @@ class ValidateAfterSteps(StepCallback):
 class Throughput(StepCallback):
     """Logs `train/tokens_per_second` of all ranks, without padding and without the time of validations.
 
-    Lightning's ThroughputMonitor waits for the device after each batch; this waits at log steps only.
-
-    Args:
-        log_every: optimiser steps between log lines.
+    Lightning's ThroughputMonitor waits for the device after each batch; this waits every ``log_every`` steps only.
     """
 
     def __init__(self, log_every: int) -> None:

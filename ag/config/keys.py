@@ -129,11 +129,7 @@ def values_of(config: Any) -> dict[str, Any]:
 def refuse(section: Any, names: str, reason: str, prefix: str = "") -> NoReturn:
     """Raise the error of values that do not go together: ``KEY=VALUE with KEY=VALUE: REASON``.
 
-    Args:
-        section: has the keys as attributes.
-        names: the keys, separated by blanks.
-        reason: why, and the fix.
-        prefix: text before each key.
+    The keys are the ``names``, separated by blanks, each with ``prefix`` before it; the section has them as attributes.
     """
     given_keys = (f"{prefix}{name}={as_argument(operator.attrgetter(name)(section))}" for name in names.split())
     first, *other_keys = given_keys

@@ -62,15 +62,10 @@ def find_recipe(name: str, folder: Path) -> Path:
 
 
 def read_layers(path: Path, schema_keys: Mapping[str, Key], derived: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Read a recipe file and its bases.
+    """Read a recipe file and its bases; ``base:`` in a file is a recipe or another file.
 
-    Args:
-        path: YAML file; its ``base:`` is a recipe or a file.
-        schema_keys: the valid keys.
-        derived: the files that have this file as a base, outermost first.
-
-    Returns:
-        Values by dotted key of each file, the outermost base first; ``recipe`` is the file's name.
+    Returns the values by dotted key of each file, the outermost base first; ``recipe`` is the file's name. ``derived``
+    are the files that have this file as a base, outermost first.
     """
     path = Path(os.path.abspath(path))
     if path in derived:
@@ -123,12 +118,8 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
     """Return the configuration of values; ``__post_init__`` of its sections checks combinations.
 
     A section may have several dataclasses, of which values such as ``data.kind`` choose one. A layer that chooses
-    another one than the layers before it also drops the values of those layers that the dataclass does not have.
-
-    Args:
-        schema: dataclass of the keys.
-        layers: values by dotted key; the last value of a key counts.
-        drop: whether values that the chosen dataclass does not have are dropped from all layers.
+    another one than the layers before it also drops the values of those layers that the dataclass does not have;
+    ``drop`` drops them from all layers. The last value of a key counts.
 
     Raises:
         ConfigError: a required key has no value, a key does not belong to the chosen dataclass, or a combination is
@@ -178,12 +169,7 @@ def _expand_home(value: Any) -> Any:
 
 
 def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
-    """Build the configuration: the values of ``recipe=``, ``config=`` or the run of ``resume=``, then the overrides.
-
-    Args:
-        schema: dataclass of the keys; ``recipe``, ``config`` and ``resume`` may be missing.
-        overrides: texts by dotted key.
-    """
+    """Build the configuration: the values of ``recipe=``, ``config=`` or the run of ``resume=``, then the overrides."""
     schema_keys = keys(schema)
     mappings = {name: key for name, key in schema_keys.items() if get_origin(key.type) is dict}
     entries: dict[str, Key] = {}  # the mapping of each override that sets an entry of one

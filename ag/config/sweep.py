@@ -66,14 +66,8 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
     then the sweep ends. On a cluster, repeating the command continues an interrupted sweep, and each interrupted run
     from its last checkpoint.
 
-    Args:
-        runs: the overrides of each run.
-        configs: the configuration of each run; ``cluster`` is read if the program has this key.
-        program: name for ``python -m``.
-        options: options for each run.
-
-    Returns:
-        0; 1 if a run failed; 128 + the number of a signal that ended the sweep.
+    Each run has its overrides and its configuration, whose ``cluster`` is read if the program has this key. Returns 0;
+    1 if a run failed; 128 + the number of a signal that ended the sweep.
     """
     address = getattr(configs[0], "cluster", None)
     runs = [{name: text for name, text in run.items() if name != "cluster"} for run in runs]

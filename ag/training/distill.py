@@ -77,9 +77,7 @@ class DrawnShareLoss(GatedLoss):
 def check_teacher(model: nn.Module, need: str) -> None:
     """Refuse an adapter that has changed the base model itself: disabling it would not restore the base.
 
-    Args:
-        model: the model, plain or PEFT-wrapped.
-        need: the setting of ``loss`` that compares with the base model.
+    ``need`` is the setting of ``loss`` that compares with the base model.
     """
     adapters: dict[str, Any] = getattr(model, "peft_config", {})
     for name, adapter in adapters.items():

@@ -61,8 +61,7 @@ class LogitCounts(Metric):
 class MultipleChoiceAccuracy(MeanMetric):
     """Share of questions whose right answer has the highest log-likelihood; nan without questions.
 
-    Args:
-        normalise: divide the log-likelihood by the number of the answer's tokens.
+    With ``normalise`` log-likelihoods are divided by the number of the answer's tokens.
     """
 
     def __init__(self, normalise: bool = False) -> None:

@@ -38,8 +38,7 @@ class RowRegression(GatedLoss):
 class PromptRegression(GatedLoss):
     """Regress the gates on KVzip's scores of the prompts of replay; the model reads and repeats each prompt once.
 
-    Args:
-        replay: the loss after the warm start, whose cached prompts have targets.
+    ``replay`` is the loss after the warm start, whose cached prompts have targets.
     """
 
     def __init__(self, replay: ReplayLoss) -> None:

@@ -154,13 +154,8 @@ class PromptStore:
     """Prompts that a model has read, stored in a folder.
 
     A file's name is a hash of the model's configuration and weights, the layers whose states it holds, autocast's dtype
-    and the tokens. Several runs and ranks may therefore share a folder.
-
-    Args:
-        model: the model.
-        gates: its gates.
-        folder: the folder. None: a temporary one, which is deleted with this object.
-        with_targets: let the model repeat each prompt, for the targets of gates.
+    and the tokens. Several runs and ranks may therefore share a folder. A ``folder`` of None is a temporary one, which
+    is deleted with this object. If ``with_targets``, the model repeats each prompt, for the targets of gates.
     """
 
     def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None, with_targets: bool = False) -> None:
