@@ -110,17 +110,15 @@ class GatedLoss(ABC):
         assert self.gates is not None
         return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
-    def gate_measurements(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the gates' measurements over the global batch, and the evicted share by layer on this rank."""
+    def gate_measurements(self, gating: Gating) -> tuple[dict[str, Tensor], Tensor]:
+        """Return measures of the global batch (gate means have a gradient), and this rank's evicted share by layer."""
+        assert self.gates is not None
         evicted, counted = self.evicted(gating), gating.counted()
         local_evicted, local_tokens = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
         num_evicted, num_tokens = losses.global_sum(torch.stack([local_evicted.sum(), local_tokens]))
         share = num_evicted / (num_tokens * evicted.shape[0] * evicted.shape[2])
-        values = {
-            "gate_mean_soft": means["soft"],
-            "gate_mean_hard": means["hard"],
-            "evicted": self.over_all_layers(share),
-        }
+        values = {f"gate_mean_{name}": mean for name, mean in losses.gate_means(self.gates, gating).items()}
+        values["evicted"] = self.over_all_layers(share)
         local_evictable = (counted & ~self.unevictable(gating)).sum()  # with sinks no share would reach 1
         return values, local_evicted / (local_evictable * evicted.shape[2]).clamp_min(1)
 

@@ -17,12 +17,9 @@ MEASURED = ("lm", REGRESS)  # validation measures the cross-entropy alone
 
 
 class Objective(ABC):
-    """A loss of each token that carries loss, logged as ``NAME_loss``, a mean over samples.
+    """A loss of each token that carries loss, logged as ``NAME_loss``, a mean over samples."""
 
-    Attributes:
-        needs_teacher: whether it needs the hidden states of the model with open gates and without adapters.
-    """
-
+    #: Whether it needs the hidden states of the model with open gates and without adapters.
     needs_teacher: ClassVar[bool] = False
 
     @abstractmethod

@@ -31,8 +31,7 @@ class RowRegression(GatedLoss):
         # DistributedDataParallel waits for the adapters' gradients
         adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         total = loss + 0.0 * sum(gather_tensor(parameter.sum()) for parameter in adapters)
-        measurements = self.gate_measurements(observed, losses.gate_means(self.gates, observed))
-        return loss_terms(loss, {"regress_loss": loss}, *measurements)._replace(loss=total)
+        return loss_terms(loss, {"regress_loss": loss}, *self.gate_measurements(observed))._replace(loss=total)
 
 
 class PromptRegression(GatedLoss):
@@ -57,8 +56,7 @@ class PromptRegression(GatedLoss):
         gating.logits = dict(zip(prompts[0].hidden, logits, strict=True))
         repeated = gating.counted() & ~self.unevictable(gating)
         loss = losses.regression_loss(self.gates, logits, targets, repeated, warm.keep, warm.scale)
-        measurements = self.gate_measurements(gating, losses.gate_means(self.gates, gating))
-        return loss_terms(loss, {"regress_loss": loss}, *measurements)
+        return loss_terms(loss, {"regress_loss": loss}, *self.gate_measurements(gating))
 
 
 def _pad(rows: Sequence[Tensor]) -> Tensor:
