@@ -38,7 +38,7 @@ from ag.model import base as models
 from ag.model.quiet import quiet
 from ag.model.structure import decoder_of
 from ag.model.support import check_attention
-from ag.run_on_cluster import run_on_cluster
+from ag.run_on_cluster import EXIT_NOT_FINITE, run_on_cluster
 from ag.training import needs, replay
 from ag.training.loggers import build_loggers, log_export
 from ag.training.memory_plan import GIB
@@ -47,7 +47,6 @@ from ag.training.objectives import objective
 from ag.training.sharded import ShardedStrategy, gather
 from ag.wheels import hub_name
 
-EXIT_NOT_FINITE = 3
 RESTART = 60.0  # seconds to wait for the end of a rank that a cluster replaces
 #: Keys of ``gate`` that determine the shapes of its weights.
 SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
@@ -100,53 +99,48 @@ def fit(
         ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second Ctrl-C.
     """
-    with ExitStack() as leaving:
-        return _fit(config, dry_run, folder, stop_signal, leaving)
-
-
-def _fit(
-    config: Config, dry_run: bool, folder: Path | None, stop_signal: Callable[[], int] | None, leaving: ExitStack
-) -> Path | None:
     existing = folder or (None if config.resume is None else Path(config.resume))
-    if existing is not None and not dry_run:
-        _lock(existing, leaving, RESTART if folder is not None else 0)
-    if dry_run:
-        config = without_caches(config)
-    disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
-    check_parts(config)
-    L.seed_everything(config.seed, workers=True, verbose=False)
-    base, tokenizer = load_base(config)
-    context = base.config.get_text_config().max_position_embeddings
-    batches = data.build(config.data, config.seed, tokenizer, context)
-    if isinstance(config.loss, ReplayConfig):
-        replay.check_rows(batches.train_rows)
-    module = make_module(config, base)
-    run_dir = None if dry_run else existing or run_folder(config)
-    if run_dir is not None and existing is None:
-        _lock(run_dir, leaving)
-    source_folder = folder if folder is not None and checkpoints(folder) else config.resume
-    checkpoint = None if source_folder is None else newest_valid(Path(source_folder))
-    if run_dir is None:
-        checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later epoch
-    trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
-    if trainer.is_global_zero:
-        print_start(batches, checkpoint)
-    train(trainer, module, batches, checkpoint, run_dir)
-    if run_dir is not None:
-        finish(trainer, module, batches, run_dir, base, tokenizer)
-    elif trainer.is_global_zero:
-        print(f"memory at its peak: {peak_memory()}")
-        print("ready: one training and one validation batch ran, and nothing was written")
-    return run_dir
+    with ExitStack() as leaving:
+        if existing is not None and not dry_run:
+            _lock(existing, leaving, RESTART if folder is not None else 0)
+        if dry_run:
+            config = without_caches(config)
+        disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
+        check_parts(config)
+        L.seed_everything(config.seed, workers=True, verbose=False)
+        base, tokenizer = load_base(config)
+        context = base.config.get_text_config().max_position_embeddings
+        batches = data.build(config.data, config.seed, tokenizer, context)
+        if isinstance(config.loss, ReplayConfig):
+            replay.check_rows(batches.train_rows)
+        module = make_module(config, base)
+        run_dir = None if dry_run else existing or run_folder(config)
+        if run_dir is not None and existing is None:
+            _lock(run_dir, leaving)
+        source_folder = folder if folder is not None and checkpoints(folder) else config.resume
+        checkpoint = None if source_folder is None else newest_valid(Path(source_folder))
+        if run_dir is None:
+            checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later epoch
+        trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
+        if trainer.is_global_zero:
+            print_start(batches, checkpoint)
+        train(trainer, module, batches, checkpoint, run_dir)
+        if run_dir is not None:
+            finish(trainer, module, batches, run_dir, base, tokenizer)
+        elif trainer.is_global_zero:
+            print(f"memory at its peak: {peak_memory()}")
+            print("ready: one training and one validation batch ran, and nothing was written")
+        return run_dir
 
 
 def without_caches(config: Config) -> Config:
     """Return the configuration of a dry run, which writes neither contexts nor tokenised rows."""
-    if isinstance(config.loss, ReplayConfig):
-        config = replace(config, loss=replace(config.loss, contexts=None))
-    if isinstance(config.data, TextKeys):
-        config = replace(config, data=replace(config.data, cache=None))
-    return config
+    rows, loss = config.data, config.loss
+    return replace(
+        config,
+        data=replace(rows, cache=None) if isinstance(rows, TextKeys) else rows,
+        loss=replace(loss, contexts=None) if isinstance(loss, ReplayConfig) else loss,
+    )
 
 
 def check_parts(config: Config) -> None:
@@ -253,7 +247,6 @@ def check_kind(config: Config) -> None:
 
 def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
     """Make the gates of a run, new or with the weights of the export ``init``."""
-    check_kind(config)
     gates = AttentionGates(base.config, config.gate)
     if config.init is not None:
         start = AttentionGates.from_pretrained(config.init)
@@ -386,8 +379,7 @@ def write_export(
 ) -> None:
     """Write the gates with their adapter, or the baseline's adapter; with ``export.merge`` also a merged model."""
     adapter = module.model if isinstance(module.model, PeftModel) else None
-    values = module.validated
-    measured = {name.removeprefix("val/"): value for name, value in values.items() if name.startswith("val/")}
+    measured = {x.removeprefix("val/"): value for x, value in module.validated.items() if x.startswith("val/")}
     if "evicted" in measured:
         measured["kept"] = 1 - measured["evicted"]
     if module.gates is not None:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ag import cluster
 from ag.callbacks import NonFiniteError, Stopped
@@ -122,17 +122,18 @@ class Rank:
             )
         # Lightning then treats these ranks like torchrun's
         os.environ |= {"TORCHELASTIC_RUN_ID": "ray", "GROUP_RANK": os.environ["NODE_RANK"]}
-        with _redirect_output(None if folder is None or os.environ["RANK"] != "0" else folder / LOG):
+        with ExitStack() as redirected:
+            if folder is not None and os.environ["RANK"] == "0":
+                log = redirected.enter_context((folder / LOG).open("a", buffering=1))
+                redirected.enter_context(redirect_stdout(log))
+                redirected.enter_context(redirect_stderr(log))
             self.fit(self.config, folder is None, folder, stop_signal)
 
 
 def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: Callable[..., object]) -> int:
-    """Train on the machines of ``config.cluster``; returns the exit code of ``ag.fit``.
+    """Train on the machines of ``config.cluster`` by ``fit``, :func:`ag.run.fit`; returns the exit code of ``ag.fit``.
 
-    Args:
-        config: the whole configuration.
-        make_folder: makes the run folder, called when the cluster has room; returns None for a dry run.
-        fit: :func:`ag.run.fit`.
+    ``make_folder`` is called when the cluster has room. It makes the run folder, or returns None for a dry run.
 
     Raises:
         UserError: a rank raised it, the cluster does not exist, or it has no room.
@@ -175,9 +176,7 @@ def _scaling(config: Config) -> Any:
     trainer, on_gpu = config.trainer, cluster.on_gpu(config.trainer.accelerator)
     ranks, room = trainer.devices * trainer.num_nodes, cluster.Room(gpus=int(on_gpu))
     hosts = [room.hosts(machine) for machine in cluster.machines()]
-    one_machine = (
-        on_gpu and trainer.num_nodes == 1
-    )  # Lightning counts the GPUs of one machine; CPU ranks may be anywhere
+    one_machine = on_gpu and trainer.num_nodes == 1  # Lightning counts a machine's GPUs; CPU ranks may be anywhere
     if (max(hosts) if one_machine else sum(hosts)) < ranks:
         raise UserError(
             f"cluster={config.cluster}: it has {cluster.described()}; each of the {ranks} ranks of "
@@ -204,9 +203,8 @@ def _run_ranks(rank: Rank, scaling: Any, scratch: str) -> tuple[int, str]:
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # or each line is printed twice
 
     train: Any = ray.train  # its type hints belong to version 1
-    base: Any = TorchTrainer
 
-    class Trainer(base):  # type: ignore[misc]
+    class Trainer(cast(Any, TorchTrainer)):  # type: ignore[misc]
         def _create_default_callbacks(self) -> list[Any]:
             # this callback waits 12 seconds for the dashboard, which does not run
             unwanted = "PlacementGroupCleanerCallback"
@@ -240,17 +238,6 @@ def _signals(control: Any) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _redirect_output(path: Path | None) -> Iterator[None]:
-    """Append the output of this process to a file. A ``path`` of None: leave stdout and stderr unchanged."""
-    with ExitStack() as stack:
-        if path is not None:
-            file = stack.enter_context(path.open("a", buffering=1))
-            stack.enter_context(redirect_stdout(file))
-            stack.enter_context(redirect_stderr(file))
-        yield
 
 
 def _run_and_follow_log(work: Callable[[], T], log: Path | None) -> T:

@@ -34,7 +34,7 @@ def build(
         FiniteGuard(run_dir),
         GateCollapse(trainer.collapse_batches, trainer.log_every),
         Figures(run_dir),
-        RunCheckpoint(run_dir, checkpoint.every_steps, checkpoint.keep_last, checkpoint.monitor),
+        RunCheckpoint(run_dir, checkpoint),
     ]
     if trainer.val_every:
         callbacks.append(ValidateAfterSteps(trainer.val_every))

@@ -16,6 +16,7 @@ from ag.callbacks.checkpoint_files import checkpoints, hard_link, step_of
 from ag.callbacks.guards import NonFiniteError
 from ag.callbacks.steps import StepCallback
 from ag.callbacks.stop import Stopped
+from ag.config.sections import CheckpointConfig
 
 
 class RunCheckpoint(StepCallback, Checkpoint):
@@ -28,28 +29,21 @@ class RunCheckpoint(StepCallback, Checkpoint):
     `trainer.max_steps` continues inside its epoch if `trainer.max_steps` is raised. (Lightning's ModelCheckpoint saves
     either every few steps or after validations, and the counters of the moment: after an error between two accumulated
     batches, a resumed run would lack the gradient of the first.)
-
-    Args:
-        run_dir: the run folder.
-        every_steps: optimiser steps between checkpoints; 0 means after validations only.
-        keep_last: number of newest checkpoints that are kept.
-        monitor: validation metric that chooses `best.ckpt`; lower is better.
     """
 
-    def __init__(self, run_dir: Path, every_steps: int, keep_last: int, monitor: str) -> None:
-        self._folder = Path(run_dir) / "checkpoints"
-        self._every_steps, self._keep_last, self._monitor = every_steps, keep_last, monitor
+    def __init__(self, run_dir: Path, settings: CheckpointConfig) -> None:
+        self._folder, self._settings = Path(run_dir) / "checkpoints", settings
         self._best, self._saved_step = math.inf, 0
         self._step_end: dict[str, Any] = {}
         self._use_step_end = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, and the name of its metric."""
-        return {"best": self._best, "monitor": self._monitor}
+        return {"best": self._best, "monitor": self._settings.monitor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the best value, unless it belongs to another metric."""
-        if state_dict.get("monitor", self._monitor) == self._monitor:
+        if state_dict.get("monitor", self._settings.monitor) == self._settings.monitor:
             self._best = state_dict["best"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -73,7 +67,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the loop counters; save if a checkpoint is due."""
         self._step_end = deepcopy(trainer.fit_loop.state_dict())
-        if self._every_steps and self._step % self._every_steps == 0:
+        if self._settings.every_steps and self._step % self._settings.every_steps == 0:
             self._save(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,7 +85,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
         """Save, and keep a copy if the monitored metric is the best so far."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        value = float(trainer.callback_metrics[self._monitor])
+        value = float(trainer.callback_metrics[self._settings.monitor])
         improved = value < self._best
         if improved:
             self._best = value
@@ -135,5 +129,5 @@ class RunCheckpoint(StepCallback, Checkpoint):
         """Remove old checkpoints, and newer checkpoints, which were damaged when the run was resumed."""
         saved = checkpoints(self._folder.parent)
         current = [path for path in saved if step_of(path) <= self._saved_step]
-        for path in set(saved) - set(current[: self._keep_last]):
+        for path in set(saved) - set(current[: self._settings.keep_last]):
             path.unlink()

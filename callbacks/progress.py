@@ -29,11 +29,9 @@ LINES = 50
 
 
 def progress_bar(log_every: int, bar: bool = True) -> ProgressBar:
-    """Return a rich bar for a terminal, and lines of text for other outputs.
+    """Return a rich bar for a terminal, and lines of text for other outputs, or everywhere if ``bar`` is False.
 
-    Args:
-        log_every: optimiser steps between updates of the numbers.
-        bar: whether a terminal gets a bar. False: lines of text on a terminal too.
+    ``log_every`` is the number of optimiser steps between updates of the numbers.
     """
     return RichBar(log_every) if bar and sys.stdout.isatty() else TextBar(log_every)
 

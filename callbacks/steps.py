@@ -21,9 +21,7 @@ class StepCallback(Callback):
         """Start at the step of the checkpoint, or at 0."""
         self._step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Call :meth:`on_step_end` after the last batch of a step."""
         if trainer.global_step != self._step:
             self._step = trainer.global_step
@@ -48,9 +46,7 @@ class ValidateAfterSteps(StepCallback):
         super().on_train_start(trainer, pl_module)
         self.on_step_end(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Decide whether Lightning validates after this batch."""
         trainer.val_check_batch = sys.maxsize  # no batch index reaches it
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -64,10 +60,7 @@ class ValidateAfterSteps(StepCallback):
 class Throughput(StepCallback):
     """Logs `train/tokens_per_second` of all ranks, without padding and without the time of validations.
 
-    Lightning's ThroughputMonitor waits for the device after each batch; this waits at log steps only.
-
-    Args:
-        log_every: optimiser steps between log lines.
+    Lightning's ThroughputMonitor waits for the device after each batch; this waits every ``log_every`` steps only.
     """
 
     def __init__(self, log_every: int) -> None:
@@ -91,9 +84,7 @@ class Throughput(StepCallback):
             self._start += time.perf_counter() - self._paused
             self._paused = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the tokens of a batch."""
         self._tokens = self._tokens + batch["attention_mask"].sum()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

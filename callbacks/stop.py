@@ -89,15 +89,7 @@ class StopOnSignal(StepCallback):
         """Stop before a validation if the ranks agreed to."""
         self._stop_if_agreed(trainer)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, *arguments: Any, **options: Any) -> None:
         """Stop inside a validation, with one process only: several processes may have different numbers of batches."""
         if trainer.world_size == 1:
             self._agreed = self._signum

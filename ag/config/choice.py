@@ -12,23 +12,14 @@ from ag.errors import UserError
 
 @dataclass(frozen=True)
 class Choice:
-    """What a command takes from a choice.
+    """What a command takes from a choice."""
 
-    Attributes:
-        model: name or folder of the base model.
-        policy: text of the policy, with the export of the gates if it reads any.
-        budget: share of each prompt, or tokens per KV head.
-        schedule: when tokens are evicted.
-        options: options of the policy by name.
-        gates: export whose LoRA adapter the model had, if the policy names none.
-    """
-
-    model: str
-    policy: str
-    budget: int | float
-    schedule: str = "prefill"
-    options: dict[str, Any] = field(default_factory=dict)
-    gates: str | None = None
+    model: str  # name or folder of the base model
+    policy: str  # with the export of the gates if it reads any
+    budget: int | float  # share of each prompt, or tokens per KV head
+    schedule: str = "prefill"  # when tokens are evicted
+    options: dict[str, Any] = field(default_factory=dict)  # options of the policy by name
+    gates: str | None = None  # export whose LoRA adapter the model had, if the policy names none
 
     @classmethod
     def read(cls, path: str) -> Choice:

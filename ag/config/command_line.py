@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import yaml  # type: ignore[import-untyped]
 
 from ag.config import early
-from ag.config.keys import ConfigError, Key, keys, nearest, one_line
+from ag.config.keys import ConfigError, Key, as_argument, keys, nearest, one_line
 from ag.config.recipes import dump, recipes, resolve
 from ag.config.sweep import sweep
 from ag.errors import BudgetWarning, UserError
@@ -212,7 +211,10 @@ def _resolve(schema: type[T], runs: list[dict[str, str]], program: str) -> list[
 
 def _help(schema: type[Any], program: str) -> str:
     schema_keys = keys(schema)
-    assignments = {name: f"{name}={_default(key.default)}" for name, key in schema_keys.items()}
+    assignments = {
+        name: f"{name}={'' if key.default is MISSING else as_argument(key.default)}"
+        for name, key in schema_keys.items()
+    }
     width = max(map(len, assignments.values()))
     lines = [f"python -m {program} [options] key=value ...", "", "options"]
     lines += [f"  {option:<{width}}  {doc}" for option, doc in OPTIONS.items()]
@@ -223,14 +225,6 @@ def _help(schema: type[Any], program: str) -> str:
             for name in names
         ]
     return "\n".join(lines)
-
-
-def _default(value: Any) -> str:
-    if value is MISSING:
-        return ""
-    if isinstance(value, list):
-        return f"[{','.join(map(_default, value))}]"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _recipes(program: str) -> str:

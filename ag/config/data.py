@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
 from ag.config.keys import classes_by_tag, refuse
 from ag.config.sections import key
@@ -18,7 +18,6 @@ OWN = "own"  # stands for a kind of a plugin
 class DataConfig:
     """The keys of all kinds. ``DataConfig(kind=..., packing=..., ...)`` makes the class that these two choose."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     kind: str = key(
         "facts",
         "sft: prompt and response; text: plain documents; facts (of the quickstart) and worked problems are "
@@ -265,14 +264,11 @@ class OwnDataConfig(
         """Check nothing."""
 
 
-def choose_data(values: Mapping[str, Any] | DataConfig) -> str:
-    """Return the tag in :data:`Data` of values or of an instance."""
-    kind, packing = (
-        values.get(name, default) if isinstance(values, Mapping) else getattr(values, name, default)
-        for name, default in (("kind", "facts"), ("packing", "split"))
-    )
+def choose_data(values: Mapping[str, Any]) -> str:
+    """Return the tag in :data:`Data` of the values of a section."""
+    kind = values.get("kind", "facts")
     if kind == "text":
-        return f"data.kind=text data.packing={packing}"
+        return f"data.kind=text data.packing={values.get('packing', 'split')}"
     return f"data.kind={kind if kind in ('sft', 'facts', 'worked') else OWN}"
 
 

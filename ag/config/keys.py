@@ -59,8 +59,15 @@ class Key:
         return (self.words or describe(self.type)) + low + high
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value has the key's type and lies within its bounds."""
-        return fits(self.type, value, self.ge, self.le)
+        """Whether a value has the key's type and lies within its bounds.
+
+        An int is also a float, a bool is not an int, and a float must be finite.
+        """
+        try:
+            _adapter(self.type, self.ge, self.le).validate_python(value)
+        except ValidationError:
+            return False
+        return True
 
 
 def keys(schema: type[Any]) -> Mapping[str, Key]:
@@ -122,11 +129,7 @@ def values_of(config: Any) -> dict[str, Any]:
 def refuse(section: Any, names: str, reason: str, prefix: str = "") -> NoReturn:
     """Raise the error of values that do not go together: ``KEY=VALUE with KEY=VALUE: REASON``.
 
-    Args:
-        section: has the keys as attributes.
-        names: the keys, separated by blanks.
-        reason: why, and the fix.
-        prefix: text before each key.
+    The keys are the ``names``, separated by blanks, each with ``prefix`` before it; the section has them as attributes.
     """
     given_keys = (f"{prefix}{name}={as_argument(operator.attrgetter(name)(section))}" for name in names.split())
     first, *other_keys = given_keys
@@ -135,6 +138,8 @@ def refuse(section: Any, names: str, reason: str, prefix: str = "") -> NoReturn:
 
 def as_argument(value: Any) -> str:
     """Return a value in the form of the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_argument, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -149,18 +154,6 @@ def describe(hint: Any) -> str:
         return f"list of {describe(args[0])}"
     words = {bool: "true | false", int: "whole number", float: "number", str: "text", NoneType: "null"}
     return words.get(hint, "mapping")
-
-
-def fits(hint: Any, value: Any, ge: float | None = None, le: float | None = None) -> bool:
-    """Whether a value has a type and lies within bounds.
-
-    An int is also a float, a bool is not an int, and a float must be finite.
-    """
-    try:
-        _adapter(hint, ge, le).validate_python(value)
-    except ValidationError:
-        return False
-    return True
 
 
 @cache

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
 from ag.config.keys import classes_by_tag, refuse
 from ag.config.sections import key
@@ -18,7 +18,6 @@ REGRESS = "regress"
 class LossConfig:
     """The keys of all losses. ``LossConfig(objective=..., share_high=..., replay=..., ...)`` makes the class to use."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     objective: str = key(
         "lm",
         "lm: cross-entropy; kl: divergence from the model with open gates and no adapter; regress: regression without "
@@ -112,17 +111,14 @@ class ReplayConfig(DrawnShareConfig):
         super().__post_init__()
 
 
-def choose_loss(values: Mapping[str, Any] | LossConfig) -> str:
-    """Return the tag in :data:`Loss` of values or of an instance."""
-    replay, objective, share_high = (
-        values.get(name) if isinstance(values, Mapping) else getattr(values, name)
-        for name in ("replay", "objective", "share_high")
-    )
-    if replay:
+def choose_loss(values: Mapping[str, Any]) -> str:
+    """Return the tag in :data:`Loss` of the values of a section."""
+    if values.get("replay"):
         return "loss.replay=true"
-    if objective == REGRESS:
+    if values.get("objective") == REGRESS:
         return "loss.objective=regress"
-    return "loss.share_high above 0" if share_high else "loss.objective=lm or kl without loss.share_high"
+    drawn = values.get("share_high")
+    return "loss.share_high above 0" if drawn else "loss.objective=lm or kl without loss.share_high"
 
 
 Loss = Annotated[

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from typing import Any
 
-from ag.errors import check_known
 from ag.plugins import GROUPS, check_part, discover
 
 FULL = "full"  # evicts nothing, and has no scorer
@@ -78,13 +77,6 @@ def parts(group: str) -> Mapping[str, Any]:
     if GROUPS[group][0] in sys.modules or entry_points(group=group):
         return discover(group)
     return SHIPPED[group]
-
-
-def check_name(noun: str, name: str, text: str) -> None:
-    """Refuse a wrapper or an allocator, in the text of a policy, whose name is unknown or whose class is wrong."""
-    group = f"ag.{noun}s"
-    check_known(name, parts(group), noun, text)
-    check_class(group, name)
 
 
 def check_class(group: str, name: str) -> None:

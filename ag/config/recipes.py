@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
-from ag.config.data import DATA, OWN
+from ag.config.data import DATA, OWN, choose_data
 from ag.config.keys import (
     ConfigError,
     Key,
@@ -27,15 +26,17 @@ from ag.config.keys import (
     unknown_key_error,
     values_of,
 )
-from ag.config.loss import LOSSES
+from ag.config.loss import LOSSES, choose_loss
 
 T = TypeVar("T")
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PATHS = ("export", "file", "folder", "output")  # values of Key.holds that mean paths
-#: Keys by section whose values choose the dataclass of the section.
-CHOOSING = {"data": ("kind", "packing"), "loss": ("objective", "share_high", "replay")}
-UNKNOWN = "unexpected_keyword_argument"  # pydantic's name of the error of a key that a dataclass does not have
+#: Sections with several dataclasses: the function that chooses the tag of one, the keys that it reads, all by tag.
+CHOSEN: Mapping[str, tuple[Callable[[Mapping[str, Any]], str], Sequence[str], Mapping[str, type[Any]]]] = {
+    "data": (choose_data, ("kind", "packing"), DATA),
+    "loss": (choose_loss, ("objective", "share_high", "replay"), LOSSES),
+}
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another command
 MAY_CHANGE_ON_RESUME = re.compile(
     r"resume|init|cluster|failures|tflops|gpu|share|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
@@ -61,15 +62,10 @@ def find_recipe(name: str, folder: Path) -> Path:
 
 
 def read_layers(path: Path, schema_keys: Mapping[str, Key], derived: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Read a recipe file and its bases.
+    """Read a recipe file and its bases; ``base:`` in a file is a recipe or another file.
 
-    Args:
-        path: YAML file; its ``base:`` is a recipe or a file.
-        schema_keys: the valid keys.
-        derived: the files that have this file as a base, outermost first.
-
-    Returns:
-        Values by dotted key of each file, the outermost base first; ``recipe`` is the file's name.
+    Returns the values by dotted key of each file, the outermost base first; ``recipe`` is the file's name. ``derived``
+    are the files that have this file as a base, outermost first.
     """
     path = Path(os.path.abspath(path))
     if path in derived:
@@ -122,12 +118,8 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
     """Return the configuration of values; ``__post_init__`` of its sections checks combinations.
 
     A section may have several dataclasses, of which values such as ``data.kind`` choose one. A layer that chooses
-    another one than the layers before it also drops the values of those layers that the dataclass does not have.
-
-    Args:
-        schema: dataclass of the keys.
-        layers: values by dotted key; the last value of a key counts.
-        drop: whether values that the chosen dataclass does not have are dropped from all layers.
+    another one than the layers before it also drops the values of those layers that the dataclass does not have;
+    ``drop`` drops them from all layers. The last value of a key counts.
 
     Raises:
         ConfigError: a required key has no value, a key does not belong to the chosen dataclass, or a combination is
@@ -137,10 +129,6 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
     for number, layer in enumerate(layers):
         values |= layer
         layer_of |= dict.fromkeys(layer, number)
-    chosen_in = {
-        section: max((layer_of.get(f"{section}.{name}", -1) for name in names), default=-1)
-        for section, names in CHOOSING.items()
-    }
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, leaf = name.split(".")
@@ -148,50 +136,29 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
         for section in sections:
             node = node.setdefault(section, {})
         node[leaf] = _expand_home(value) if schema_keys[name].holds in PATHS else value
-    while True:
-        try:
-            return cast(T, _adapter(cast(Hashable, schema)).validate_python(tree))
-        except ValidationError as error:
-            foreign = [_key_parts(detail) for detail in error.errors() if detail["type"] == UNKNOWN]
-            dropped = [
-                (section, leaf)
-                for section, leaf in foreign
-                if drop
-                or layer_of[f"{section}.{leaf}"] < chosen_in.get(section, -1)
-                or tree[section][leaf] == schema_keys[f"{section}.{leaf}"].default  # says nothing
-            ]
-            if not dropped:
-                raise _explain(error, schema, values) from None
-            for section, leaf in dropped:
-                del tree[section][leaf]
-
-
-def _key_parts(detail: ErrorDetails) -> list[str]:
-    """Return the parts of the key of an error, without pydantic's tag of the chosen dataclass."""
-    section, *leaves = map(str, detail["loc"])
-    return [section, *leaves[section in CHOOSING :]]
+    for section in tree.keys() & CHOSEN.keys() - schema_keys.keys():
+        choose, choosing, classes = CHOSEN[section]
+        tag, chosen_in = choose(tree[section]), max(layer_of.get(f"{section}.{name}", -1) for name in choosing)
+        for leaf in [leaf for leaf in tree[section] if leaf not in classes[tag].__dataclass_fields__]:
+            name, value = f"{section}.{leaf}", tree[section].pop(leaf)
+            says_nothing = value == schema_keys[name].default
+            if not (drop or says_nothing or layer_of[name] < chosen_in):
+                owners = [x for x, kind in classes.items() if leaf in kind.__dataclass_fields__ and not x.endswith(OWN)]
+                expected = f"expected {' or '.join(owners)}; set that, or leave {name} out"
+                raise ConfigError(f"{name}={as_argument(value)} with {tag}: {expected}")
+    try:
+        return cast(T, _adapter(cast(Hashable, schema)).validate_python(tree))
+    except ValidationError as error:
+        detail = error.errors()[0]
+        if detail["type"] == "missing":
+            name = ".".join(map(str, detail["loc"]))
+            raise ConfigError(f"{name} has no value: give {name}=...") from None
+        raise ConfigError(str(detail["ctx"]["error"])) from None  # of __post_init__; the values have the keys' types
 
 
 @cache
 def _adapter(schema: Any) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
-
-
-def _explain(error: ValidationError, schema: type[Any], values: Mapping[str, Any]) -> ConfigError:
-    """Return the first error of a check in the words of the command line."""
-    detail = error.errors()[0]
-    if detail["type"] == "value_error":  # from __post_init__
-        return ConfigError(str(detail["ctx"]["error"]))
-    name = ".".join(_key_parts(detail))
-    if detail["type"] == "missing":
-        return ConfigError(f"{name} has no value: give {name}=...")
-    if detail["type"] != UNKNOWN:
-        return ConfigError(f"{name}={one_line(values.get(name))}: expected {keys(schema)[name].expected()}")
-    section, leaf = name.split(".")
-    classes = {"data": DATA, "loss": LOSSES}[section]
-    owners = [tag for tag, kind in classes.items() if leaf in kind.__dataclass_fields__ and not tag.endswith(OWN)]
-    expected = f"expected {' or '.join(owners)}; set that, or leave {name} out"
-    return ConfigError(f"{name}={as_argument(values[name])} with {detail['loc'][1]}: {expected}")
 
 
 def _expand_home(value: Any) -> Any:
@@ -202,22 +169,17 @@ def _expand_home(value: Any) -> Any:
 
 
 def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
-    """Build the configuration: the values of ``recipe=``, ``config=`` or the run of ``resume=``, then the overrides.
-
-    Args:
-        schema: dataclass of the keys; ``recipe``, ``config`` and ``resume`` may be missing.
-        overrides: texts by dotted key.
-    """
+    """Build the configuration: the values of ``recipe=``, ``config=`` or the run of ``resume=``, then the overrides."""
     schema_keys = keys(schema)
     mappings = {name: key for name, key in schema_keys.items() if get_origin(key.type) is dict}
-    entries = [
-        name for name in overrides if name not in schema_keys and name.startswith(tuple(f"{m}." for m in mappings))
-    ]
-    for name in overrides:
-        if name not in schema_keys and name not in entries:
+    entries: dict[str, Key] = {}  # the mapping of each override that sets an entry of one
+    for name in [name for name in overrides if name not in schema_keys]:
+        mapping = next((key for key in mappings.values() if name.startswith(f"{key.name}.")), None)
+        if mapping is None:
             raise unknown_key_error(name, schema_keys)
+        entries[name] = mapping
     override_values = {
-        name: from_text(schema_keys[name], text) for name, text in overrides.items() if name in schema_keys
+        name: from_text(schema_keys[name], text) for name, text in overrides.items() if name not in entries
     }
     layers: list[dict[str, Any]] = []
     if "recipe" in override_values:
@@ -235,11 +197,9 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
         if name in start:
             kept = {entry: value for entry, value in start[name].items() if entry not in removed}
             override_values.setdefault(name, kept)
-    for name in entries:
-        mapping = mappings[next(m for m in mappings if name.startswith(f"{m}."))]
-        override_values[mapping.name] = _set_entry(
-            mapping, override_values.get(mapping.name, {}), name, overrides[name]
-        )
+    for name, mapping in entries.items():
+        values = override_values.get(mapping.name, {})
+        override_values[mapping.name] = _set_entry(mapping, values, name, overrides[name])
     config = build(schema, [*layers, override_values])
     if getattr(config, "resume", None):
         check_resume(config, config.resume)  # type: ignore[attr-defined]

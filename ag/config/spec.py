@@ -11,7 +11,7 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
-from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_class, check_name, option_names, parts, split_label
+from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_class, option_names, parts, split_label
 from ag.config.sections import BUDGET
 from ag.errors import UserError, check_known
 
@@ -40,21 +40,14 @@ class PolicySpec:
 
     A path may have any sign. After its last slash ``+NAME`` is a wrapper and ``@NAME`` an allocator, if NAME is, or
     resembles, the name of a wrapper or an allocator. To use a folder whose name ends like this, write a slash after it
-    (``gates:runs@heads/``).
-
-    Attributes:
-        scorer: name of a scorer, ``flags``, ``full``, or an alias for a scorer with an allocator.
-        wrapper: name of the wrapper. None: no wrapper.
-        allocator: name of the allocator. None: the scorer's default.
-        path: folder or hub id of exported gates, for a scorer that reads gates. None: the gates attached to the model.
-        label: name in tables; two specs that differ only in the label are equal.
+    (``gates:runs@heads/``). Two specs that differ only in the label are equal.
     """
 
-    scorer: str
-    wrapper: str | None = None
-    allocator: str | None = None
-    path: str | None = None
-    label: str | None = field(default=None, compare=False)
+    scorer: str  # name of a scorer, ``flags``, ``full``, or an alias for a scorer with an allocator
+    wrapper: str | None = None  # None: no wrapper
+    allocator: str | None = None  # None: the scorer's default
+    path: str | None = None  # folder or hub id of the gates that the scorer reads. None: those attached to the model
+    label: str | None = field(default=None, compare=False)  # name in tables
 
     def __post_init__(self) -> None:
         """Remove slashes at the end of the path; an empty path becomes None."""
@@ -81,7 +74,8 @@ class PolicySpec:
             check_class("ag.scorers", scorer)
         for noun, name in (("wrapper", wrapper), ("allocator", allocator)):
             if name is not None:
-                check_name(noun, name, text)
+                check_known(name, parts(f"ag.{noun}s"), noun, text)
+                check_class(f"ag.{noun}s", name)
         if scorer in ALIASES and allocator is not None:
             spelt_out = "@".join(ALIASES[scorer])
             raise UserError(

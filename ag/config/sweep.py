@@ -59,15 +59,6 @@ class Run:
         )
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """The exit code and the seconds of a run."""
-
-    run: Run
-    code: int
-    seconds: float
-
-
 def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, options: list[str]) -> int:
     """Run each combination in a separate process, then print a table.
 
@@ -75,14 +66,8 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
     then the sweep ends. On a cluster, repeating the command continues an interrupted sweep, and each interrupted run
     from its last checkpoint.
 
-    Args:
-        runs: the overrides of each run.
-        configs: the configuration of each run; ``cluster`` is read if the program has this key.
-        program: name for ``python -m``.
-        options: options for each run.
-
-    Returns:
-        0; 1 if a run failed; 128 + the number of a signal that ended the sweep.
+    Each run has its overrides and its configuration, whose ``cluster`` is read if the program has this key. Returns 0;
+    1 if a run failed; 128 + the number of a signal that ended the sweep.
     """
     address = getattr(configs[0], "cluster", None)
     runs = [{name: text for name, text in run.items() if name != "cluster"} for run in runs]
@@ -102,19 +87,18 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
     signalled: list[int] = []
     finished_runs = _run_locally(todo, signalled) if address is None else _on_cluster(todo, address, folder)
     rows, failed = [], 0
-    for finished_run in finished_runs:
-        failed += finished_run.code != 0
-        run_folder, result = finished_run.run.folder, f"exit {finished_run.code}" if finished_run.code else "ok"
-        measured = _last_metrics(run_folder) if run_folder else {}
+    for finished, code, seconds in finished_runs:
+        failed += code != 0
+        measured = _last_metrics(finished.folder) if finished.folder else {}
         numbers = [measured.get(name, "") for name in METRICS]
-        ends = [str(run_folder or ""), finished_run.run.overrides]
-        rows.append([f"{finished_run.run.index + 1}", result, f"{finished_run.seconds:.0f}", *numbers, *ends])
+        ends = [str(finished.folder or ""), finished.overrides]
+        rows.append([f"{finished.index + 1}", f"exit {code}" if code else "ok", f"{seconds:.0f}", *numbers, *ends])
     rows.sort(key=lambda row: int(row[0]))
     print("", *_table(["run", "result", "seconds", *METRICS, "folder", "overrides"], rows), sep="\n")
     return 128 + signalled[-1] if signalled else int(failed > 0)
 
 
-def _run_locally(runs: Sequence[Run], signalled: list[int]) -> Iterator[FinishedRun]:
+def _run_locally(runs: Sequence[Run], signalled: list[int]) -> Iterator[tuple[Run, int, float]]:
     """Run one by one until a signal, whose number is appended to ``signalled``."""
     process: subprocess.Popen[bytes] | None = None
 
@@ -130,12 +114,12 @@ def _run_locally(runs: Sequence[Run], signalled: list[int]) -> Iterator[Finished
         print(f"[{run.index + 1}/{len(runs)}] {run.overrides}", flush=True)
         start = time.monotonic()
         process = run.start()
-        yield FinishedRun(run, process.wait(), time.monotonic() - start)
+        yield run, process.wait(), time.monotonic() - start
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[FinishedRun]:
+def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[tuple[Run, int, float]]:
     """Run the unfinished runs on the machines of a cluster. They share the run folders and ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     done_file = folder / "done.txt"
@@ -148,24 +132,25 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[Fin
         for run, finished in cluster.share(todo, lambda: _run_one, _resources(todo[0].config)):
             if isinstance(finished, cluster.Lost):
                 print(f"run {run.index + 1}: {finished.times} machines died at it: {finished.why}")
-                finished = FinishedRun(run, 1, 0.0)
-            if finished.code == 0 and not run.dry:
+                finished = 1, 0.0
+            code, seconds = finished
+            if code == 0 and not run.dry:
                 with done_file.open("a") as file:
                     file.write(f"{run.index}\n")
-            print(f"[{run.index + 1}/{len(runs)}] exit {finished.code}, {finished.seconds:.0f} s", flush=True)
-            yield finished
+            print(f"[{run.index + 1}/{len(runs)}] exit {code}, {seconds:.0f} s", flush=True)
+            yield run, code, seconds
 
 
-def _run_one(run: Run) -> FinishedRun:
-    """Run in a separate process on a machine of a cluster."""
+def _run_one(run: Run) -> tuple[int, float]:
+    """Run in a separate process on a machine of a cluster; return the exit code and the seconds."""
     start = time.monotonic()
     os.chdir(run.working_dir)
     with Path(run.log).open("ab") as log:
         code = run.start(stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).wait()
-    finished = FinishedRun(run, code, time.monotonic() - start)
+    seconds = time.monotonic() - start
     if code == -signal.SIGKILL:  # if the machine dies, this host also dies now, and another machine does the run
         time.sleep(MACHINE_SECONDS)
-    return finished
+    return code, seconds
 
 
 def _resources(config: Any) -> Room:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_type_hints
 from ag.config.exports import CONFIG as CONFIG
 from ag.config.exports import WEIGHTS as WEIGHTS
 from ag.config.gate import GateConfig
-from ag.config.keys import describe, fits
+from ag.config.keys import Key
 from ag.errors import UserError
 from ag.gates.calibration import Calibration
 
@@ -87,7 +87,8 @@ def validate(file: Path, info: Any) -> dict[str, Any]:
 
     def check(name: str, value: Any, kind: Any) -> None:
         if not isinstance(kind, dict):
-            return expect(fits(kind, value), name, value, describe(kind))
+            key = Key(name, kind)
+            return expect(key.accepts(value), name, value, key.expected())
         expect(isinstance(value, dict), name, value, "a JSON object")
         check_keys(f"{file}: {name}", value, kind)
         for key in value:

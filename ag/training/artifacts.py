@@ -26,14 +26,9 @@ def run_id(folder: Path) -> str:
 
 
 def log_folder(run: Any, folder: Path, name: str, kind: str, metadata: Mapping[str, Any]) -> None:
-    """Log the files of a folder, without W&B's own, as one artifact of a W&B run.
+    """Log the files of a folder, without W&B's own, as one artifact of ``run``, the result of ``wandb.init``.
 
-    Args:
-        run: result of ``wandb.init``.
-        folder: folder of the files.
-        name: name of the artifact; artifacts of several runs with one name are its versions.
-        kind: type of the artifact.
-        metadata: metadata of the artifact.
+    Artifacts of several runs with one name are its versions; ``kind`` is the artifact's type.
     """
     import wandb
 
@@ -55,13 +50,8 @@ def log_report(
 ) -> None:
     """Log a comparison to the W&B run of a folder, new or continued: a table, the pictures, and all files.
 
-    Args:
-        folder: folder of the comparison.
-        run_folder: the comparison's folder again, or the run folder of ``ag.fit`` whose gates are compared.
-        name: name of the artifact.
-        settings: settings of W&B.
-        columns: names of the table's columns.
-        rows: rows of the table.
+    ``run_folder`` is the comparison's folder again, or the run folder of ``ag.fit`` whose gates are compared; ``name``
+    is the artifact's name.
     """
     if settings.offline:  # the environment, as Lightning does: W&B then sends nothing when it ends
         os.environ["WANDB_MODE"] = "offline"

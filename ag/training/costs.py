@@ -154,13 +154,13 @@ def _measure_row(
     by_layer = dict(zip(prompt.hidden, logits.masked_fill(protected, float("inf")), strict=True))
     recorder = CostRecorder(prompt, dict(zip(prompt.hidden, keep[:, None].clone(), strict=True)), by_layer, thresholds)
     with torch.enable_grad():
-        hidden = loss.response_hidden(prompt, tokens, recorder)
+        hidden = loss.run_decoder({"input_ids": tokens}, recorder)
         log_probs = lm_logits(loss.model, hidden[positions]).float().log_softmax(-1)
         sampled_ids = log_probs.detach().exp().multinomial(1, generator=generator)
         log_probs.gather(1, sampled_ids).sum().backward(retain_graph=not keep_all)
         cost = torch.stack([recorder.square[layer] for layer in prompt.hidden])  # a backward pass begins at the end
         if not keep_all:
-            teacher = loss.response_hidden(prompt, tokens, ResponsePass(prompt, {})).detach()
+            teacher = loss.run_decoder({"input_ids": tokens}, ResponsePass(prompt, {})).detach()
             divergence = losses.token_kl(loss.model, hidden, teacher, labels)[0]
             divergence.sum().backward()
             cost = cost + torch.stack([recorder.linear[layer] for layer in prompt.hidden])

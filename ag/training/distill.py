@@ -33,14 +33,15 @@ class MeanGateLoss(GatedLoss):
         teacher = self.teacher(batch) if self.objective.needs_teacher else None
         loss = self.objective_loss(batch, hidden, teacher)
         values = {f"{target.objective}_loss": loss}
-        if gating is None or self.gates is None:
+        if gating is None:
             return loss_terms(loss, values)
-        means, beta = losses.gate_means(self.gates, gating), self.beta(step)
-        values["eviction_loss"] = losses.eviction_loss(means[target.mean], beta)
+        measured, evicted = self.gate_measurements(gating)
+        beta = self.beta(step)
+        values["eviction_loss"] = losses.eviction_loss(measured[f"gate_mean_{target.mean}"], beta)
         loss = loss + target.alpha * values["eviction_loss"]
         if target.anneal_steps:
             values["beta"] = torch.tensor(beta)
-        return loss_terms(loss, values, *self.gate_measurements(gating, means))
+        return loss_terms(loss, values, measured, evicted)
 
     def beta(self, step: int) -> float:
         """Return the target of the mean gate at an optimiser step of the run.
@@ -63,7 +64,6 @@ class DrawnShareLoss(GatedLoss):
 
     def loss(self, batch: Batch, step: int) -> LossTerms:
         """Compute the loss of a training batch; see :meth:`GatedLoss.loss`."""
-        assert self.gates is not None
         low, high = self.shares
         share = low + (high - low) * torch.rand(())
         dense = self.gating(batch, open=True)
@@ -71,15 +71,13 @@ class DrawnShareLoss(GatedLoss):
         gating = self.gating(batch, boundary=dense.boundary_of(float(share)))
         loss = self.objective_loss(batch, self.run_decoder(batch, gating), teacher)
         values = {"share": share, f"{self.config.loss.objective}_loss": loss}
-        return loss_terms(loss, values, *self.gate_measurements(gating, losses.gate_means(self.gates, gating)))
+        return loss_terms(loss, values, *self.gate_measurements(gating))
 
 
 def check_teacher(model: nn.Module, need: str) -> None:
     """Refuse an adapter that has changed the base model itself: disabling it would not restore the base.
 
-    Args:
-        model: the model, plain or PEFT-wrapped.
-        need: the setting of ``loss`` that compares with the base model.
+    ``need`` is the setting of ``loss`` that compares with the base model.
     """
     adapters: dict[str, Any] = getattr(model, "peft_config", {})
     for name, adapter in adapters.items():

@@ -15,6 +15,7 @@ from ag.gates.gating import Gating
 from ag.kernels.gated_attention.masks import sink_mask
 from ag.model.base import without_dropout
 from ag.model.hooks import instrument
+from ag.model.interceptor import Interceptor
 from ag.model.structure import decoder_of
 from ag.training import losses
 from ag.training.objectives import objective
@@ -58,13 +59,12 @@ class GatedLoss(ABC):
             step: optimiser steps of the run before this one.
         """
 
-    def run_decoder(self, batch: Batch, gating: Gating | None = None) -> Tensor:
-        """Run the decoder; returns the final hidden states ``[B, T, d]``."""
+    def run_decoder(self, batch: Batch, gating: Interceptor | None = None) -> Tensor:
+        """Run the decoder, under an interceptor if one is given; returns the final hidden states ``[B, T, d]``."""
         if gating is None and "document_start" in batch:
             gating = Gating(None, batch["attention_mask"], first=batch["document_start"])
-        keywords = {} if gating is None else {"gating": gating}
-        mask = None if gating is not None else batch["attention_mask"]
-        output = decoder_of(self.model)(input_ids=batch["input_ids"], attention_mask=mask, use_cache=False, **keywords)
+        keywords = {"attention_mask": batch["attention_mask"]} if gating is None else {"gating": gating}
+        output = decoder_of(self.model)(input_ids=batch["input_ids"], use_cache=False, **keywords)
         states: Tensor = output.last_hidden_state
         return states
 
@@ -110,17 +110,15 @@ class GatedLoss(ABC):
         assert self.gates is not None
         return evicted * (len(self.gates.layers) / int(self.gates.fingerprint["num_layers"]))
 
-    def gate_measurements(self, gating: Gating, means: dict[losses.Mean, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the gates' measurements over the global batch, and the evicted share by layer on this rank."""
+    def gate_measurements(self, gating: Gating) -> tuple[dict[str, Tensor], Tensor]:
+        """Return measures of the global batch (gate means have a gradient), and this rank's evicted share by layer."""
+        assert self.gates is not None
         evicted, counted = self.evicted(gating), gating.counted()
         local_evicted, local_tokens = (evicted & counted[None, :, None]).sum((1, 2, 3)), counted.sum()
         num_evicted, num_tokens = losses.global_sum(torch.stack([local_evicted.sum(), local_tokens]))
         share = num_evicted / (num_tokens * evicted.shape[0] * evicted.shape[2])
-        values = {
-            "gate_mean_soft": means["soft"],
-            "gate_mean_hard": means["hard"],
-            "evicted": self.over_all_layers(share),
-        }
+        values = {f"gate_mean_{name}": mean for name, mean in losses.gate_means(self.gates, gating).items()}
+        values["evicted"] = self.over_all_layers(share)
         local_evictable = (counted & ~self.unevictable(gating)).sum()  # with sinks no share would reach 1
         return values, local_evicted / (local_evictable * evicted.shape[2]).clamp_min(1)
 

@@ -86,12 +86,8 @@ def build_loggers(
 ) -> list[Logger]:
     """Return the loggers of a run, which write to its folder: metrics.csv, and ``tensorboard`` and ``wandb`` by name.
 
-    Args:
-        names: names of loggers.
-        run_dir: the run folder.
-        wandb: settings of W&B.
-        recipe: the keys and values of the run, for W&B.
-        step: optimiser steps of the checkpoint that the run continues; TensorBoard drops later steps.
+    ``recipe`` has the keys and values of the run, for W&B; ``step`` is the number of optimiser steps in the checkpoint
+    that the run continues, and TensorBoard drops later steps.
     """
     loggers: list[Logger] = [MetricsFile(run_dir)]
     if "tensorboard" in names:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Gating, Observing
+from ag.gates.gating import Gating
 from ag.model.structure import lm_head, lm_logits
 
 Mean = Literal["soft", "hard"]
@@ -139,31 +139,13 @@ def eviction_loss(mean: Tensor, beta: float) -> Tensor:
 
 
 def regression_loss(
-    gates: AttentionGates, observed: Observing, keep: float, scale: Literal["head", "global"] = "head"
-) -> Tensor:
-    """Regress gate logits on the targets of an observed pass (a warm start, without gradient in the model).
-
-    The targets are standardised, and shifted until the share ``keep`` of them is above the gate's threshold: for each
-    head of a sequence, or over all layers, sequences and heads of this device's batch. Tokens without a later query do
-    not count. The loss is a mean over the tokens of the global batch.
-
-    Args:
-        gates: the gates.
-        observed: a forward pass under :class:`ag.gates.gating.Observing`.
-        keep: share of tokens to keep, in (0, 1).
-        scale: ``head`` or ``global``.
-    """
-    targets = torch.stack(list(observed.targets.values()))
-    logits = torch.stack([observed.logits[layer] for layer in observed.targets])
-    return regression(gates, logits, targets, observed.has_target(), keep, scale)
-
-
-def regression(
     gates: AttentionGates, logits: Tensor, targets: Tensor, mask: Tensor, keep: float, scale: Literal["head", "global"]
 ) -> Tensor:
     """Regress logits on targets, both ``[L, B, Hkv, T]``, for the tokens in ``mask`` ``[B, T]`` bool.
 
-    See :func:`regression_loss` for ``keep`` and ``scale``.
+    The targets are standardised, and shifted until the share ``keep`` of them, in (0, 1), is above the gate's
+    threshold: for each head of a sequence, or with a ``scale`` of ``global`` over all layers, sequences and heads of
+    this device's batch. The loss is a mean over the tokens of the global batch.
     """
     mask = mask[:, None]
     targets = targets.masked_fill(~mask, float("nan"))

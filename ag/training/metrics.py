@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from ag.gates.calibration import SHARES
 
@@ -58,23 +58,19 @@ class LogitCounts(Metric):
         return (((bin_index + fraction) * (2 / self.BINS) - 1) * self.REACH).sinh()
 
 
-class MultipleChoiceAccuracy(Metric):
-    """Share of questions whose right answer has the highest log-likelihood.
+class MultipleChoiceAccuracy(MeanMetric):
+    """Share of questions whose right answer has the highest log-likelihood; nan without questions.
 
-    Args:
-        normalise: divide the log-likelihood by the number of the answer's tokens.
+    With ``normalise`` log-likelihoods are divided by the number of the answer's tokens.
     """
-
-    correct: Tensor
-    questions: Tensor
 
     def __init__(self, normalise: bool = False) -> None:
         super().__init__()
         self.normalise = normalise
-        self.add_state("correct", torch.zeros((), dtype=torch.double), dist_reduce_fx="sum")
-        self.add_state("questions", torch.zeros((), dtype=torch.double), dist_reduce_fx="sum")
 
-    def update(self, nll: Tensor, rows: Tensor, question: Tensor, choice: Tensor, target: Tensor) -> None:
+    def update(  # type: ignore[override]
+        self, nll: Tensor, rows: Tensor, question: Tensor, choice: Tensor, target: Tensor
+    ) -> None:
         """Count a batch that holds all rows of its questions.
 
         ``nll`` ``[N]`` are the losses of answer tokens, and ``rows`` ``[N]`` their rows. Each row has one value in
@@ -83,13 +79,8 @@ class MultipleChoiceAccuracy(Metric):
         """
         scores = nll.new_zeros(len(question)).index_add(0, rows, -nll)
         if self.normalise:
-            scores = scores / nll.new_zeros(len(question)).index_add(0, rows, torch.ones_like(nll)).clamp_min(1)
+            scores = scores / rows.bincount(minlength=len(question)).clamp_min(1)
         for index in question[question >= 0].unique():
             question_rows = (question == index).nonzero().flatten()
             best = question_rows[scores[question_rows].argmax()]
-            self.correct += (choice[best] == target[best]).double()
-            self.questions += 1
-
-    def compute(self) -> Tensor:
-        """Return the share, nan without questions."""
-        return self.correct / self.questions
+            super().update((choice[best] == target[best]).float())

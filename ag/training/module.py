@@ -66,16 +66,6 @@ class GatedLM(L.LightningModule):
         #: The metrics of the last validation, ``val/...``, with its ``step``; empty before the first.
         self.validated: dict[str, float] = {}
 
-    @property
-    def evicted(self) -> Tensor | None:
-        """Share of evicted tokens by gated layer and KV head ``[L, Hkv]`` in the last validation."""
-        return self.validation.evicted
-
-    @property
-    def sample_flags(self) -> list[tuple[Tensor, Tensor]]:
-        """Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first validation prompts."""
-        return self.validation.sample_flags
-
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Set biases by costs if they are due, and seed noise and dropout as an uninterrupted run does."""
         if self.global_step == self.config.warmup.regress_steps and batch_idx % self.config.trainer.accumulate == 0:

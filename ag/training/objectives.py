@@ -9,20 +9,17 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from ag.config.loss import REGRESS
 from ag.plugins import part
 from ag.training.losses import token_kl, token_nll
 
-REGRESS = "regress"  # every step belongs to the warm start: no backward through the model, no objective
 MEASURED = ("lm", REGRESS)  # validation measures the cross-entropy alone
 
 
 class Objective(ABC):
-    """A loss of each token that carries loss, logged as ``NAME_loss``, a mean over samples.
+    """A loss of each token that carries loss, logged as ``NAME_loss``, a mean over samples."""
 
-    Attributes:
-        needs_teacher: whether it needs the hidden states of the model with open gates and without adapters.
-    """
-
+    #: Whether it needs the hidden states of the model with open gates and without adapters.
     needs_teacher: ClassVar[bool] = False
 
     @abstractmethod

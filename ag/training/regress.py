@@ -26,19 +26,18 @@ class RowRegression(GatedLoss):
         observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
         with torch.no_grad():
             self.run_decoder(batch, observed)
-        loss = losses.regression_loss(self.gates, observed, warm.keep, warm.scale)
+        logits, targets = (torch.stack([*by_layer.values()]) for by_layer in (observed.logits, observed.targets))
+        loss = losses.regression_loss(self.gates, logits, targets, observed.has_target(), warm.keep, warm.scale)
         # DistributedDataParallel waits for the adapters' gradients
         adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         total = loss + 0.0 * sum(gather_tensor(parameter.sum()) for parameter in adapters)
-        measurements = self.gate_measurements(observed, losses.gate_means(self.gates, observed))
-        return loss_terms(loss, {"regress_loss": loss}, *measurements)._replace(loss=total)
+        return loss_terms(loss, {"regress_loss": loss}, *self.gate_measurements(observed))._replace(loss=total)
 
 
 class PromptRegression(GatedLoss):
     """Regress the gates on KVzip's scores of the prompts of replay; the model reads and repeats each prompt once.
 
-    Args:
-        replay: the loss after the warm start, whose cached prompts have targets.
+    ``replay`` is the loss after the warm start, whose cached prompts have targets.
     """
 
     def __init__(self, replay: ReplayLoss) -> None:
@@ -56,9 +55,8 @@ class PromptRegression(GatedLoss):
         targets = _pad([torch.stack([x.targets[layer] for layer in x.hidden]) for x in prompts])
         gating.logits = dict(zip(prompts[0].hidden, logits, strict=True))
         repeated = gating.counted() & ~self.unevictable(gating)
-        loss = losses.regression(self.gates, logits, targets, repeated, warm.keep, warm.scale)
-        measurements = self.gate_measurements(gating, losses.gate_means(self.gates, gating))
-        return loss_terms(loss, {"regress_loss": loss}, *measurements)
+        loss = losses.regression_loss(self.gates, logits, targets, repeated, warm.keep, warm.scale)
+        return loss_terms(loss, {"regress_loss": loss}, *self.gate_measurements(gating))
 
 
 def _pad(rows: Sequence[Tensor]) -> Tensor:

@@ -154,13 +154,8 @@ class PromptStore:
     """Prompts that a model has read, stored in a folder.
 
     A file's name is a hash of the model's configuration and weights, the layers whose states it holds, autocast's dtype
-    and the tokens. Several runs and ranks may therefore share a folder.
-
-    Args:
-        model: the model.
-        gates: its gates.
-        folder: the folder. None: a temporary one, which is deleted with this object.
-        with_targets: let the model repeat each prompt, for the targets of gates.
+    and the tokens. Several runs and ranks may therefore share a folder. A ``folder`` of None is a temporary one, which
+    is deleted with this object. If ``with_targets``, the model repeats each prompt, for the targets of gates.
     """
 
     def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None, with_targets: bool = False) -> None:
@@ -280,11 +275,6 @@ class ReplayLoss(GatedLoss):
     """Compute the divergence of responses under two sampled shares, each times the square of its share.
 
     At half the share the divergence is about four times as large; with the square all shares count about equally.
-
-    Args:
-        config: ``loss`` and ``warmup`` are read.
-        model: causal language model, frozen.
-        gates: gates of the model.
     """
 
     def __init__(self, config: Config, model: nn.Module, gates: AttentionGates | None) -> None:
@@ -323,9 +313,9 @@ class ReplayLoss(GatedLoss):
         flags = torch.stack([self.keep_flags(logits, share) for share in shares])
         tokens, labels = (x.expand(len(shares), -1) for x in (tokens, labels))
         evicted_pass = ResponsePass(prompt, dict(zip(prompt.hidden, flags.unbind(1), strict=True)))
-        hidden = self.response_hidden(prompt, tokens, evicted_pass)
+        hidden = self.run_decoder({"input_ids": tokens}, evicted_pass)
         with torch.no_grad():
-            teacher = self.response_hidden(prompt, tokens[:1], ResponsePass(prompt, {})).expand_as(hidden)
+            teacher = self.run_decoder({"input_ids": tokens[:1]}, ResponsePass(prompt, {})).expand_as(hidden)
         token_kl, _ = self.token_losses({"labels": labels}, hidden, teacher)
         by_layer = dict(zip(prompt.hidden, logits, strict=True))
         return ReplayResult(token_kl.view(len(shares), -1), flags.detach().mean((0, 2, 3)), hidden, labels, by_layer)
@@ -346,12 +336,6 @@ class ReplayLoss(GatedLoss):
         assert self.gates is not None
         return topk_flags(logits, share, self.gates, self.window)
 
-    def response_hidden(self, prompt: CachedPrompt, tokens: Tensor, response_pass: ResponsePass) -> Tensor:
-        """Return the final hidden states ``[S, R, d]`` of a response ``[S, R]`` after the kept tokens of a prompt."""
-        output = decoder_of(self.model)(input_ids=tokens, use_cache=False, gating=response_pass)
-        states: Tensor = output.last_hidden_state
-        return states
-
 
 class ReplayResult(NamedTuple):
     """A response under S kept shares of its prompt."""
@@ -369,18 +353,13 @@ class ReplayResult(NamedTuple):
 
 
 class ReplayValidation(Validation):
-    """The metrics of validation by replay: means over ``VALIDATION_SHARES``, and the divergence at each.
-
-    Args:
-        gated_loss: measures a batch as training does.
-    """
+    """The metrics of validation by replay: means over ``VALIDATION_SHARES``, and the divergence at each."""
 
     gated_loss: ReplayLoss
 
     def __init__(self, gated_loss: ReplayLoss) -> None:
         super().__init__(gated_loss)
-        for index in range(len(VALIDATION_SHARES)):
-            self.add_module(f"at_{index}", MeanMetric())
+        self.divergences = nn.ModuleList(MeanMetric() for _ in VALIDATION_SHARES)
 
     @torch.no_grad()
     def update(self, batch: Batch, keep_samples: bool = False) -> None:
@@ -397,8 +376,8 @@ class ReplayValidation(Validation):
             self.lm_loss.update(nll.mean())
             weights = torch.tensor(VALIDATION_SHARES, device=result.divergence.device).square()
             self.objective_mean.update((result.divergence * weights).mean())
-            for metric, value in zip(self._kl_metrics(), result.divergence, strict=True):
-                metric.update(value)
+            for metric, value in zip(self.divergences, result.divergence, strict=True):
+                cast(MeanMetric, metric).update(value)
             ids = batch["input_ids"][row, None, : next(iter(result.logits.values())).shape[-1]]
             prompt_batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros_like(ids)}
             prompt_batch["prompt_length"] = torch.tensor([ids.shape[1]], device=ids.device)
@@ -408,9 +387,5 @@ class ReplayValidation(Validation):
 
     def compute(self) -> dict[str, Tensor]:
         """Return the measurements by name, and set the calibration of the gates."""
-        values = super().compute()
-        metrics = zip(VALIDATION_SHARES, self._kl_metrics(), strict=True)
-        return values | {f"kl_at_{share:g}": metric.compute() for share, metric in metrics}
-
-    def _kl_metrics(self) -> list[MeanMetric]:
-        return [cast("MeanMetric", getattr(self, f"at_{index}")) for index in range(len(VALIDATION_SHARES))]
+        means = zip(VALIDATION_SHARES, self.divergences, strict=True)
+        return super().compute() | {f"kl_at_{share:g}": cast(MeanMetric, mean).compute() for share, mean in means}

@@ -20,11 +20,7 @@ SAMPLES = 4  # rows whose flags are kept for the pictures
 
 
 class Validation(nn.Module):
-    """The metrics of a model with gates.
-
-    Args:
-        gated_loss: measures a batch as training does.
-    """
+    """The metrics of a model with gates; ``gated_loss`` measures a batch as training does."""
 
     def __init__(self, gated_loss: GatedLoss) -> None:
         super().__init__()
@@ -92,7 +88,7 @@ class Validation(nn.Module):
 
     def reset(self) -> None:
         """Reset the metrics, but not ``evicted``."""
-        for metric in self.children():
+        for metric in self.modules():
             if isinstance(metric, Metric):
                 metric.reset()
 

@@ -13,6 +13,7 @@ import torch
 from ag.callbacks import AtomicCheckpointIO, newest_valid
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.callbacks.steps import Throughput
+from ag.config import CheckpointConfig
 from ag.training.loggers import read_metrics
 from tests.support.tiny_run import Tiny, fit, weights
 
@@ -42,7 +43,7 @@ def test_newest_k_and_best_stay(tmp_path: Path) -> None:
     (state,) = [state for name, state in last["callbacks"].items() if "RunCheckpoint" in name]
     assert state == {"best": 0.5, "monitor": "val/loss"}
     for monitor, best_before in {"val/loss": 0.5, "val/perplexity": math.inf}.items():  # that of another metric is none
-        resumed = RunCheckpoint(tmp_path, 0, 1, monitor)
+        resumed = RunCheckpoint(tmp_path, CheckpointConfig(monitor=monitor))
         resumed.load_state_dict(state)
         assert resumed.state_dict() == {"best": best_before, "monitor": monitor}
 

@@ -11,7 +11,7 @@ import torch
 
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.callbacks.checkpoint_files import checkpoints, step_of
-from ag.config import Config
+from ag.config import CheckpointConfig, Config
 from ag.data.module import DataModule
 from ag.data.rows import Row
 from ag.data.sources import DataError
@@ -53,7 +53,7 @@ class Recorder(pl.LightningModule):
 
 def trainer(folder: Path, **options) -> pl.Trainer:
     quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    saver = RunCheckpoint(folder, every_steps=1, keep_last=99, monitor="val/loss")
+    saver = RunCheckpoint(folder, CheckpointConfig(every_steps=1, keep_last=99))
     once = {"num_sanity_val_steps": 0, "use_distributed_sampler": False, "callbacks": [saver]}
     return pl.Trainer(default_root_dir=folder, **quiet | once | options)
 

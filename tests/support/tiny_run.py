@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -50,9 +51,7 @@ class Tiny(LightningModule):
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH))
         self.nan_batch, self.nan_rank, self.nan_part = nan_batch, nan_rank, nan_part
         self.fail_batch, self.pause = fail_batch, pause
-        self.evicted = torch.zeros(LAYERS, HEADS)
         self.evicted_in_batch: Tensor | None = None
-        self.sample_flags: list[tuple[Tensor, Tensor]] = []
         self.val_loss = [1.0]
 
     def trainable(self) -> dict[str, list[nn.Parameter]]:
@@ -95,9 +94,9 @@ class Tiny(LightningModule):
         self.log_dict({"val/loss": self.val_loss[index], "val/lm_loss": 1.5}, sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        self.evicted = torch.linspace(0, 1, LAYERS * HEADS).view(LAYERS, HEADS)
         flags = torch.arange(TOKENS).expand(LAYERS, HEADS, TOKENS) % 2 == 0
-        self.sample_flags = [(flags, torch.arange(TOKENS))]
+        evicted = torch.linspace(0, 1, LAYERS * HEADS).view(LAYERS, HEADS)
+        self.validation = SimpleNamespace(evicted=evicted, sample_flags=[(flags, torch.arange(TOKENS))])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)

@@ -29,6 +29,7 @@ class Losses(torch.nn.Module):
         for layer in self.gates.layer_indices:
             observed.enter_layer(layer, hidden)
             observed.targets[layer] = hidden[:, : lengths.max(), :2].transpose(1, 2)
+        logits, targets = (torch.stack([*by_layer.values()]) for by_layer in (observed.logits, observed.targets))
         means = losses.gate_means(self.gates, observed)
         rows, _ = observed.counted().nonzero(as_tuple=True)
         labels = torch.nn.functional.pad(observed.counted().long() - 1, (1, 0)) * 100  # 0, and -100 of padding
@@ -36,7 +37,7 @@ class Losses(torch.nn.Module):
         return {
             "soft": losses.eviction_loss(means["soft"], 0.1),
             "hard": losses.eviction_loss(means["hard"], 0.1),
-            "regression": losses.regression_loss(self.gates, observed, keep=0.5),
+            "regression": losses.regression_loss(self.gates, logits, targets, observed.has_target(), 0.5, "head"),
             "samples": losses.sample_mean(values, rows, labels),
         }
 

@@ -287,10 +287,18 @@ def test_only_what_is_repeated_has_a_target(tiny_llama):
     assert torch.equal(part.has_target(), whole.has_target() & (columns >= copied[:, :1]) & (columns < copied[:, 1:]))
     assert part.has_target().sum(1).tolist() == [5, 5] and whole.has_target().sum(1).tolist() == [12, 9]
     other = {layer: torch.where(part.has_target()[:, None], x, 50.0) for layer, x in part.targets.items()}
-    loss = losses.regression_loss(gates, part, 0.5, "global")
+    loss = regression_of(gates, part, 0.5, "global")
     part.targets = other
-    assert losses.regression_loss(gates, part, 0.5, "global") == loss
-    assert losses.regression_loss(gates, whole, 0.5, "global") != loss
+    assert regression_of(gates, part, 0.5, "global") == loss
+    assert regression_of(gates, whole, 0.5, "global") != loss
+
+
+def regression_of(gates, seen, keep, scale):
+    """Return the loss of what a pass observed."""
+    logits, targets = (
+        torch.stack([by_layer[layer] for layer in seen.targets]) for by_layer in (seen.logits, seen.targets)
+    )
+    return losses.regression_loss(gates, logits, targets, seen.has_target(), keep, scale)
 
 
 def two_layers(draw):
@@ -300,12 +308,12 @@ def two_layers(draw):
     return targets, {layer: torch.randn(2, 2, 9, generator=draw) for layer in targets}, mask
 
 
-def of_two_layers(loss, gates, mask, scale, targets, logits):
+def of_two_layers(gates, mask, scale, targets, logits):
     """Bound a loss of two layers."""
 
     def given(*operands):
         seen = Seen(*(dict(zip(targets, x, strict=True)) for x in (operands[:2], operands[2:])), mask)
-        return loss(gates, seen, 0.25, scale)
+        return regression_of(gates, seen, 0.25, scale)
 
     return conditioned(given, *targets.values(), *logits.values())
 
@@ -337,10 +345,10 @@ def test_regression_by_hand(tiny_llama, scale):
         wanted += [((value - cut_of(values)) / deviation + boundary, logit) for value, logit in group]
     distances = [abs(want - logit) for want, logit in wanted]
     want = sum(0.5 * d * d if d < 1 else d - 0.5 for d in distances) / len(distances)
-    loss = losses.regression_loss(gates, Seen(targets, logits, mask), 0.25, scale)
-    hold(loss, want, of_two_layers(losses.regression_loss, gates, mask, scale, targets, logits))
+    loss = regression_of(gates, Seen(targets, logits, mask), 0.25, scale)
+    hold(loss, want, of_two_layers(gates, mask, scale, targets, logits))
     if scale == "global":
         assert sum(want > boundary for want, _ in wanted) == 13
     other = {layer: torch.where(mask[:, None], x, 1e4) for layer, x in targets.items()}
-    assert losses.regression_loss(gates, Seen(other, logits, mask), 0.25, scale) == loss
-    assert losses.regression_loss(gates, Seen(targets, logits, mask & False), 0.25, scale) == 0
+    assert regression_of(gates, Seen(other, logits, mask), 0.25, scale) == loss
+    assert regression_of(gates, Seen(targets, logits, mask & False), 0.25, scale) == 0

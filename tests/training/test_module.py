@@ -199,7 +199,7 @@ def test_validation_metrics_by_hand(tiny_llama, tmp_path, gate):
     kept = sum(f.sum() for f in flags) / sum(f.numel() for f in flags)
     share = sum((~f[..., sinks:]).sum(-1) for f in flags) / total
     hold(got["val/gate_mean_hard"], float(kept), 2 * EPS)
-    hold(module.evicted, share, 2 * EPS)
+    hold(module.validation.evicted, share, 2 * EPS)
     hold(got["val/evicted"], float(share.double().mean()) * len(module.gates.layers) / 3, 4 * EPS)
     bound = max(of_probabilities(module, data) for data in batches)
     hold(got["val/gate_mean_soft"], float(torch.cat(probabilities).mean()), bound)
@@ -317,16 +317,16 @@ def test_sample_flags_are_those_of_the_first_prompts(tiny_llama, tmp_path):
     module = build(tiny_llama, gate={"sink_tokens": 1})
     data = batch([*ROWS, (6, 9)])
     validate(module, tmp_path, data, batch(seed=5))
-    assert len(module.sample_flags) == 4
+    assert len(module.validation.sample_flags) == 4
     for (flags, ids), (tokens, prompt), said in zip(
-        module.sample_flags, rows_of(data), measure(module, data)[1], strict=False
+        module.validation.sample_flags, rows_of(data), measure(module, data)[1], strict=False
     ):
         assert ids.tolist() == tokens[:prompt].tolist()
         assert torch.equal(flags, said | (torch.arange(prompt) < 1))
     first, _ = questions()
     validate(other := build(tiny_llama), tmp_path, first)
     expected = [first["input_ids"][0, :9], first["input_ids"][2, :4]]
-    assert all(torch.equal(ids, want) for (_, ids), want in zip(other.sample_flags, expected, strict=True))
+    assert all(torch.equal(ids, want) for (_, ids), want in zip(other.validation.sample_flags, expected, strict=True))
 
 
 def test_kl_in_validation(tiny_llama, tmp_path):

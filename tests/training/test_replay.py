@@ -235,7 +235,7 @@ def test_regression_of_prompts_of_several_lengths_equals_that_of_rows(tiny_llama
             logits[layer, row, :, :length] = module.gates.layers[str(layer)](hidden[None, layer])[0]
     columns = torch.arange(CONTEXT)
     mask = (columns < data["prompt_length"][:, None]) & (columns >= 2)  # sinks have no target
-    wanted = losses.regression(module.gates, logits, targets, mask, 0.5, scale)
+    wanted = losses.regression_loss(module.gates, logits, targets, mask, 0.5, scale)
     hold(float(measured.loss.detach()), float(wanted.detach()), EPS32 * CONTEXT)
     measured.loss.backward()
     assert all(bool(x.grad.any()) for x in module.gates.parameters())
@@ -277,7 +277,7 @@ def test_validation_measures_each_share(tiny_llama):
     for place, share in enumerate(VALIDATION_SHARES):
         total = float(sum(x[place] for x in each))
         hold(float(values[f"kl_at_{share:g}"]), total / 2, EPS32 * total)
-    assert module.gates.calibration is not None and len(module.sample_flags) == 2
+    assert module.gates.calibration is not None and len(module.validation.sample_flags) == 2
 
 
 def test_validation_measures_all_tokens_of_right_answers(tiny_llama):
