@@ -80,9 +80,9 @@ def ask(
     chosen = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
     cache = EvictionCache(model, chosen.with_tokenizer(tokenizer))
     prompts = [_prompt(tokenizer, context, question) for question in questions]
-    before = prompts[0][0]
+    context_text = prompts[0][0]
     device = next(model.parameters()).device
-    context_ids = _ids(tokenizer, before, device)
+    context_ids = _ids(tokenizer, context_text, device)
     model(input_ids=context_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     report = cache.report()
     texts = []

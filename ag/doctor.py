@@ -60,7 +60,7 @@ def packages(config: DoctorConfig) -> Finding:
     """Compare the installed packages with the versions that this library needs."""
     from packaging.requirements import Requirement
 
-    wrong = []
+    problems = []
     for requirement in map(Requirement, requires("ag") or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -69,13 +69,13 @@ def packages(config: DoctorConfig) -> Finding:
         except PackageNotFoundError:
             installed_version = "missing"
         if installed_version == "missing" or not requirement.specifier.contains(installed_version, prereleases=True):
-            wrong.append((requirement, installed_version))
+            problems.append((requirement, installed_version))
     shown = ", ".join(f"{name} {version(name)}" for name in ("ag", "torch", "transformers") if _installed(name))
     text = f"{shown}, Python {platform.python_version()}"
-    if not wrong:
+    if not problems:
         return Finding("packages", text)
-    listed = ", ".join(f"{requirement.name} {installed_version}" for requirement, installed_version in wrong)
-    fix = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
+    listed = ", ".join(f"{requirement.name} {installed_version}" for requirement, installed_version in problems)
+    fix = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in problems)
     return Finding("packages", f"{text}; not as needed: {listed}", f"pip install {fix}")
 
 

@@ -79,9 +79,9 @@ class CompareConfig(SharedModel, SharedBudgets, LoadingConfig):
         self.policies, self.also = [*self.policies, *self.also], []  # a dumped configuration can be read again
         if self.baseline == FULL and FULL not in self.policies:
             self.policies = [FULL, *self.policies]
-        known = [None, *self.policies, *(split_label(text)[0] for text in self.policies)]
+        labels = [None, *self.policies, *(split_label(text)[0] for text in self.policies)]
         for name, text in (("baseline", self.baseline), ("mine", self.mine)):
-            if text not in known:
+            if text not in labels:
                 raise UserError(f"{name}={text}: expected one of policies={self.policies}")
 
     @property

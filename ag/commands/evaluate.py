@@ -71,8 +71,8 @@ def translate(config: EvaluateConfig) -> Preset:
     listed = _policies(config, trained)
     if not listed:
         raise UserError("policies=[]: expected at least one, such as full.")
-    loading, given = fields(LoadingConfig), fields(SharedBudgets)
-    copied = {x.name: getattr(base, x.name) for x in loading} | {x.name: getattr(config, x.name) for x in given}
+    loading, budget_fields = fields(LoadingConfig), fields(SharedBudgets)
+    copied = {x.name: getattr(base, x.name) for x in loading} | {x.name: getattr(config, x.name) for x in budget_fields}
     options = {"run_folder": config.run, "prompt": config.prompt, "continuation": config.continuation}
     return Preset(
         CompareConfig(

@@ -78,9 +78,9 @@ class SharedPolicy(Shared, DtypeConfig):
         super().__post_init__()
         if self.choice is None:
             return
-        for name, given in {"policy": self.policy, "gates": self.gates, "budget": self.budget}.items():
-            if given is not None:
-                raise UserError(f"choice={self.choice} and {name}={given} both choose a policy: leave one out.")
+        for name, value in {"policy": self.policy, "gates": self.gates, "budget": self.budget}.items():
+            if value is not None:
+                raise UserError(f"choice={self.choice} and {name}={value} both choose a policy: leave one out.")
         chosen, self.choice = Choice.read(self.choice), None  # a dumped configuration can be read again
         self.policy, self.gates, self.budget, self.schedule = (
             chosen.policy,

@@ -29,16 +29,16 @@ def check_mask_width(num_given: int, columns: int, num_seen: int) -> None:
 
 
 def check_past(mask: Tensor, read: Tensor) -> None:
-    """Refuse a mask ``[B, T]`` that differs from the mask ``[B, seen]`` of the columns read so far."""
-    seen = read.shape[1]
-    if not seen:
+    """Refuse a mask ``[B, T]`` that differs from the mask ``[B, num_read]`` of the columns read so far."""
+    num_read = read.shape[1]
+    if not num_read:
         return
     if len(mask) != len(read):
         raise UserError(
             f"attention_mask {tuple(mask.shape)}: this cache holds {len(read)} sequences; for another text call "
             "cache.reset() first."
         )
-    changed = mask[:, :seen].bool() != read.to(mask.device)
+    changed = mask[:, :num_read].bool() != read.to(mask.device)
     if bool(changed.any()):
         row, column = changed.nonzero()[0].tolist()
         old_text, new_text = ("a token", "padding") if read[row, column] else ("padding", "a token")
@@ -49,18 +49,18 @@ def check_past(mask: Tensor, read: Tensor) -> None:
         )
 
 
-def check_announced(prompt: Tensor, new: Tensor, seen: int) -> None:
-    """Refuse an empty prompt ``[B, T]``, and other padding in its columns ``[B, w]`` after ``seen`` columns."""
+def check_announced(prompt: Tensor, new: Tensor, num_read: int) -> None:
+    """Refuse an empty prompt ``[B, T]``, and other padding in its columns ``[B, w]`` after ``num_read`` columns."""
     if not bool((has_token := prompt.any(1)).all()):
         raise UserError(
             f"attention_mask: sequence {int((~has_token).long().argmax())} of the prompt is padding alone: expected at "
             "least one token; leave the sequence out."
         )
-    announced = prompt[:, seen : seen + new.shape[1]]
+    announced = prompt[:, num_read : num_read + new.shape[1]]
     if not torch.equal(announced, new[:, : announced.shape[1]]):
         raise UserError(
-            f"attention_mask: columns {seen} to {seen + announced.shape[1] - 1} of the prompt have other padding than "
-            "was announced; give model.generate the attention_mask, or cache.expect the one that comes."
+            f"attention_mask: columns {num_read} to {num_read + announced.shape[1] - 1} of the prompt have other "
+            "padding than was announced; give model.generate the attention_mask, or cache.expect the one that comes."
         )
 
 

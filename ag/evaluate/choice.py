@@ -54,7 +54,7 @@ class Moments:
         return mean + errors * math.sqrt(variance / self.count)
 
 
-def growth(cost: float, seen: Moments, loss: Vector, clip: float) -> Vector:
+def growth(cost: float, moments: Moments, loss: Vector, clip: float) -> Vector:
     """Return by how much a row changes the log of a wager's capital, for each tested mean ``loss``.
 
     The bet is the approximate growth-optimal one for the rows before it (aGRAPA; Waudby-Smith and Ramdas, 2023,
@@ -62,12 +62,12 @@ def growth(cost: float, seen: Moments, loss: Vector, clip: float) -> Vector:
 
     Args:
         cost: clipped cost of the row.
-        seen: moments of the rows before it, and of the search rows.
+        moments: of the rows before it, and of the search rows.
         loss: tested means ``[n]``, below ``clip``.
         clip: largest cost.
     """
-    first = seen.count * loss - seen.total + IMAGINED * (loss - clip)
-    second = seen.count * loss**2 - 2 * loss * seen.total + seen.squares + IMAGINED * (loss - clip) ** 2
+    first = moments.count * loss - moments.total + IMAGINED * (loss - clip)
+    second = moments.count * loss**2 - 2 * loss * moments.total + moments.squares + IMAGINED * (loss - clip) ** 2
     bet = np.minimum(np.maximum(first / second, 0.0), CAP / (clip - loss))
     return np.log1p(bet * (loss - cost))
 
@@ -103,7 +103,7 @@ class Trial:
     share: float
     search: list[float] = field(default_factory=list)  # clipped costs of the search rows
     costs: list[float] = field(default_factory=list)  # clipped costs of the test rows, in their order
-    seen: Moments = Moments()  # of all these costs
+    moments: Moments = Moments()  # of all these costs
     capital: Vector = field(default_factory=lambda: np.zeros(GRID))  # log of each wager's capital
     largest: Vector = field(default_factory=lambda: np.zeros(GRID))  # the largest that it was
     crossed: bool = False  # whether all tested means are refuted, and the mean cost is below the last one, the bound
@@ -112,14 +112,14 @@ class Trial:
     def add_search(self, cost: float) -> None:
         """Add the clipped cost of a search row."""
         self.search.append(cost)
-        self.seen = self.seen.plus(cost)
+        self.moments = self.moments.plus(cost)
 
     def add_test(self, cost: float, means: Vector, clip: float) -> None:
         """Add the clipped cost of a test row, and what the wager against each mean wins or loses by it."""
-        self.capital = self.capital + growth(cost, self.seen, means, clip)
+        self.capital = self.capital + growth(cost, self.moments, means, clip)
         self.largest = np.maximum(self.largest, self.capital)
         self.costs.append(cost)
-        self.seen = self.seen.plus(cost)
+        self.moments = self.moments.plus(cost)
 
     def num_refuted(self, level: float) -> int:
         """Return the number of tested means that are refuted, from the largest down to the first that is not."""
@@ -127,29 +127,29 @@ class Trial:
         return GRID if refuted.all() else int(refuted.argmin())
 
 
-def promising(trials: Sequence[Sequence[Trial]], loss: float, most: int) -> list[list[Trial]]:
+def promising(trials: Sequence[Sequence[Trial]], loss: float, max_policies: int) -> list[list[Trial]]:
     """Choose by the search rows what to test: of each policy its first shares, perhaps none.
 
     A share may hold if its mean cost, less the standard error, is at most ``loss``. It is likely to hold if the mean
     plus the standard error is. A policy is left out if none of its shares may hold, or if a smaller share than each of
-    these is likely to hold under another policy. If more than ``most`` policies are left, those with the smallest
-    shares that are likely to hold stay, and of equal shares the cheapest.
+    these is likely to hold under another policy. If more than ``max_policies`` are left, those with the smallest shares
+    that are likely to hold stay, and of equal shares the cheapest.
 
     Args:
         trials: by policy, each from the largest share to the smallest.
         loss: the tested mean.
-        most: largest number of policies that are tested.
+        max_policies: largest number of policies that are tested.
     """
-    likely = [_first(policy_trials, lambda trial: trial.seen.mean(errors=1) <= loss) for policy_trials in trials]
+    likely = [_first(policy_trials, lambda trial: trial.moments.mean(errors=1) <= loss) for policy_trials in trials]
     smallest = min((trial.share for policy_trials in likely for trial in policy_trials), default=1.0)
-    may = [_first(policy_trials, lambda trial: trial.seen.mean(errors=-1) <= loss) for policy_trials in trials]
+    may = [_first(policy_trials, lambda trial: trial.moments.mean(errors=-1) <= loss) for policy_trials in trials]
     kept = [policy_trials if policy_trials and policy_trials[-1].share <= smallest else [] for policy_trials in may]
 
     def rank(index: int) -> tuple[bool, float, float]:
         last = (likely[index] or kept[index] or trials[index])[-1]
-        return not kept[index], last.share if likely[index] else 1.0, last.seen.mean()
+        return not kept[index], last.share if likely[index] else 1.0, last.moments.mean()
 
-    best = sorted(range(len(trials)), key=rank)[:most]
+    best = sorted(range(len(trials)), key=rank)[:max_policies]
     return [policy_trials if index in best else [] for index, policy_trials in enumerate(kept)]
 
 
@@ -217,10 +217,10 @@ class SharesTest:
         """Whether a trial is not expected to cross: its mean is too high, or too few rows are left."""
         if trial.crossed or len(trial.costs) < FEWEST:
             return False
-        largest_gain = self.loss - min(0.0, trial.seen.mean(errors=-CLEAR))
+        largest_gain = self.loss - min(0.0, trial.moments.mean(errors=-CLEAR))
         left = (self.num_rows - len(trial.costs)) * math.log1p(CAP * largest_gain / (self.clip - self.loss))
         out_of_reach = trial.capital[-1] + left < -math.log(self.level)
-        return out_of_reach or trial.seen.mean(errors=-CLEAR) > self.loss
+        return out_of_reach or trial.moments.mean(errors=-CLEAR) > self.loss
 
     def holding(self, policy_trials: Sequence[Trial]) -> list[Trial]:
         """Return the trials of a policy that are shown to hold: those before the first that did not cross."""

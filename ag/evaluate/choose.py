@@ -143,8 +143,10 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
         if number == 0:
             tell(_duration(time.perf_counter() - start, task, rows, num_search))
     by_policy = [[*group] for _, group in itertools.groupby(candidates, lambda candidate: candidate.label)]
-    most = policies_allowed(config.loss, clip, config.confidence, len(rows) - num_search)
-    promising_groups = promising([[candidate.trial for candidate in group] for group in by_policy], config.loss, most)
+    max_policies = policies_allowed(config.loss, clip, config.confidence, len(rows) - num_search)
+    promising_groups = promising(
+        [[candidate.trial for candidate in group] for group in by_policy], config.loss, max_policies
+    )
     tested = [policy_trials for policy_trials in promising_groups if policy_trials]
     tell(f"the search leaves {sum(map(len, tested))} of {len(candidates)} to test")
     test = SharesTest(tested, config.loss, clip, config.confidence, len(rows) - num_search)
@@ -177,12 +179,12 @@ def _check_rows(config: ChooseConfig, clip: float, num_test: int) -> None:
         raise UserError(f"loss={config.loss:g}: expected less than clip={clip:g}, the largest cost of a row.")
     needed = rows_needed(config.loss, clip, 1 - config.confidence)
     if num_test < needed:
-        least = math.ceil(100 * least_loss(max(1, num_test), clip, 1 - config.confidence)) / 100
+        smallest_loss = math.ceil(100 * least_loss(max(1, num_test), clip, 1 - config.confidence)) / 100
         raise UserError(
             f"{num_test} rows are left for the test, and confidence={config.confidence:g} that the mean cost is below "
             f"loss={config.loss:g} needs at least {needed}, even if no row costs anything (a cost counts up to "
-            f"clip={clip:g}): give {math.ceil(needed / (1 - config.search))} rows or more, loss={least:g} or more, or "
-            "a lower clip or confidence."
+            f"clip={clip:g}): give {math.ceil(needed / (1 - config.search))} rows or more, "
+            f"loss={smallest_loss:g} or more, or a lower clip or confidence."
         )
 
 
@@ -207,9 +209,9 @@ class Measure:
         size = self.together or len(run)
         for first in range(0, len(run), size):
             policies = [candidate.policy for candidate in run[first : first + size]]
-            for place, outcome in self.task.run(self.worker.model, self.worker.tokenizer, policies, [row]):
-                run[first + place].add(outcome)
-                scores[first + place] = outcome.score
+            for index, outcome in self.task.run(self.worker.model, self.worker.tokenizer, policies, [row]):
+                run[first + index].add(outcome)
+                scores[first + index] = outcome.score
         if not all(map(math.isfinite, scores)):
             raise UserError(f"row {row.id} has a score that is not finite; try dtype=float32.")
         sign = -1 if self.task.higher_is_better else 1

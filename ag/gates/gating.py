@@ -113,8 +113,8 @@ class Gating(Interceptor):
         if self.first is None:
             return torch.full((batch,), length) if self.valid is None else self.valid.sum(1).cpu()
         first = self.first.cpu()
-        there = torch.ones_like(first) if self.valid is None else self.valid.long().cpu()
-        return torch.zeros_like(first).scatter_add_(1, first, there).gather(1, first)
+        is_real = torch.ones_like(first) if self.valid is None else self.valid.long().cpu()
+        return torch.zeros_like(first).scatter_add_(1, first, is_real).gather(1, first)
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate that reads this layer's input."""

@@ -32,19 +32,24 @@ class GateMemory(Attributes):
         window: newest tokens that a token's gate reads, its own included; 0 means all.
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {"stored": tuple | None, "new": tuple | None, "_seen": int, "_even": bool}
+    STATE: ClassVar[Mapping[str, Any]] = {
+        "stored": tuple | None,
+        "new": tuple | None,
+        "_max_tokens": int,
+        "_even": bool,
+    }
 
     window: int
     #: Keys and values ``[B, N, 2 h' d']``, and the token index ``[B, N]`` of each slot; -1: the slot is empty.
     stored: tuple[Tensor, Tensor] | None = None
     #: Keys, values and token indices of the last pass.
     new: tuple[Tensor, Tensor] | None = None
-    _seen: int = 0  # upper bound of the tokens of the longest sequence
+    _max_tokens: int = 0  # upper bound of the tokens of the longest sequence
     _even: bool = True  # whether every sequence has exactly this number, because no pass was padded
 
     def reset(self) -> None:
         """Forget everything."""
-        self.stored, self.new, self._seen, self._even = None, None, 0, True
+        self.stored, self.new, self._max_tokens, self._even = None, None, 0, True
 
     def __bool__(self) -> bool:
         return self.stored is not None or self.new is not None
@@ -57,7 +62,7 @@ class GateMemory(Attributes):
     def add(self, k: Tensor, v: Tensor, token_indices: Tensor, valid: Tensor | None) -> None:
         """Add keys and values ``[B, T, h' d']`` of a pass; the other arguments are as in ``AttentionGate.step``."""
         self.settle()
-        self._seen += token_indices.shape[1]
+        self._max_tokens += token_indices.shape[1]
         self._even = self._even and valid is None
         self.new = torch.cat([k, v], -1), token_indices if valid is None else token_indices.masked_fill(~valid, -1)
         if token_indices.shape[1] == 1:
@@ -69,7 +74,7 @@ class GateMemory(Attributes):
         kv = torch.cat([part[0] for part in parts], 1) if len(parts) > 1 else parts[0][0]
         key_indices = torch.cat([part[1] for part in parts], 1) if len(parts) > 1 else parts[0][1]
         if self.new is None and self._even:  # one query, and it sees all stored tokens
-            kv = kv[:, : self._seen]
+            kv = kv[:, : self._max_tokens]
         k, v = kv.view(*kv.shape[:2], 2, q.shape[1], -1).permute(2, 0, 3, 1, 4)
         if self.new is None:
             return F.scaled_dot_product_attention(q, k, v, None if self._even else (key_indices >= 0)[:, None, None])
@@ -104,13 +109,13 @@ class GateMemory(Attributes):
         """Return a key of the tensors that the next step reads. None: the step allocates, or reads a longer memory."""
         if not self:
             return ()
-        if self.stored is None or self.new is not None or not self.window or self._seen < self.window:
+        if self.stored is None or self.new is not None or not self.window or self._max_tokens < self.window:
             return None
         return self._even, *(x.data_ptr() for x in self.stored)
 
     def stepped(self) -> None:
         """Count one token of each sequence, for a replayed step."""
-        self._seen += bool(self)
+        self._max_tokens += bool(self)
 
     def crop(self, counts: Tensor) -> None:
         """Keep the first ``counts[b]`` tokens of each sequence; ``counts`` ``[B]``."""
@@ -119,14 +124,14 @@ class GateMemory(Attributes):
         for part in (self.stored, self.new):
             if part is not None:
                 part[1].masked_fill_(part[1] >= counts.to(part[1].device)[:, None], -1)
-        self._seen, self._even = int(counts.max()), self._even and bool((counts == counts[0]).all())
+        self._max_tokens, self._even = int(counts.max()), self._even and bool((counts == counts[0]).all())
 
     def join(self, other: GateMemory) -> None:
         """Append the sequences of another memory of this gate."""
         self.settle()
         other.settle()
-        self._even = self._even and other._even and self._seen == other._seen
-        self._seen = max(self._seen, other._seen)
+        self._even = self._even and other._even and self._max_tokens == other._max_tokens
+        self._max_tokens = max(self._max_tokens, other._max_tokens)
         if self.stored is None or other.stored is None:
             return
         parts = self.stored, other.stored
@@ -144,7 +149,7 @@ class GateMemory(Attributes):
 
     def _grow(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``stored``, after adding slots for all tokens so far."""
-        needed = min(self._seen, self.window or self._seen)
+        needed = min(self._max_tokens, self.window or self._max_tokens)
         if self.stored is not None and self.stored[1].shape[1] >= needed:
             return self.stored
         size = needed + max(16, needed // 16)

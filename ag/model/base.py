@@ -236,15 +236,15 @@ def check_device(device: torch.device | str) -> None:
         ModelError: naming the value, what was expected and the fix.
     """
     try:
-        there = torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise ModelError(f"device={device}: {first_line(error)}; give cpu, cuda, or a GPU by its number.") from error
-    if there.type == "cuda" and not torch.cuda.is_available():
+    if target.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(
             f"device={device}: PyTorch {torch.__version__} finds no CUDA device here; give cpu, or look at the driver "
             "and the build of torch."
         )
-    if there.type == "cuda" and (there.index or 0) >= torch.cuda.device_count():
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise ModelError(
             f"device={device}: expected a number below {torch.cuda.device_count()}, that of the CUDA devices here; "
             "give cpu, or a lower number."

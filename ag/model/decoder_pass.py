@@ -62,8 +62,8 @@ def with_cache_argument(model: type[nn.Module], kwargs: dict[str, Any]) -> dict[
     given_name = next((x for x in ("cache", "past_key_values") if hasattr(kwargs.get(x), "interceptor")), None)
     if given_name is None or given_name == (name := cache_argument(model)):
         return kwargs
-    rest = {key: value for key, value in kwargs.items() if key not in (given_name, name)}
-    return rest | {name: kwargs[given_name]}
+    other_arguments = {key: value for key, value in kwargs.items() if key not in (given_name, name)}
+    return other_arguments | {name: kwargs[given_name]}
 
 
 def before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,14 +280,14 @@ def _joined(parts: list[_Part], tokens: Tensor) -> Any:
     def join(outputs: list[Tensor]) -> Tensor:
         first = outputs[0]
         # the last column takes the outputs of places without a token
-        whole = first.new_zeros(batch, length + 1, *first.shape[2:])
+        joined = first.new_zeros(batch, length + 1, *first.shape[2:])
         for (rows, columns, _), output in zip(parts, outputs, strict=True):
             assert columns is not None
             at = columns.where(columns >= 0, length).to(output.device)
             rows = torch.arange(batch) if rows is None else rows
             on_device = rows.to(output.device)
-            whole[on_device] = whole[on_device].scatter(1, _wide(at, output), output)
-        return whole[:, :length]
+            joined[on_device] = joined[on_device].scatter(1, _wide(at, output), output)
+        return joined[:, :length]
 
     out = parts[-1].output
     out.last_hidden_state = join([part.output.last_hidden_state for part in parts])

@@ -51,9 +51,9 @@ def prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
 def _inferred(model: Any, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
     """Return the mask ``[B, T]`` bool that transformers infers where none is given: ``pad_token_id`` is padding."""
     pad, ends = (_setting(model, name, kwargs) for name in ("pad_token_id", "eos_token_id"))
-    known = pad is not None and pad not in (ends if isinstance(ends, list | tuple) else [ends])
+    marks_padding = pad is not None and pad not in (ends if isinstance(ends, list | tuple) else [ends])
     text = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
-    return tokens.ne(pad) if known and tokens.ndim == 2 else text
+    return tokens.ne(pad) if marks_padding and tokens.ndim == 2 else text
 
 
 def _setting(model: Any, name: str, kwargs: Mapping[str, Any]) -> Any:

@@ -44,7 +44,7 @@ class ThreadedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.known: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self.known_modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self.handle: RemovableHandle = model.register_forward_hook(self._end, always_call=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -52,18 +52,18 @@ class ThreadedLayers:
         return {"model": self.model, "handle": self.handle}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, known=WeakKeyDictionary())
+        vars(self).update(state, known_modules=WeakKeyDictionary())
 
     def remove(self) -> None:
         """Restore the ``forward`` of the layers of all known modules."""
         self.handle.remove()
-        for layer in (layer for module in (self.model, *self.known) for layer in module.modules()):
+        for layer in (layer for module in (self.model, *self.known_modules) for layer in module.modules()):
             own = vars(layer)
             if getattr(own.get("forward"), "func", None) in (_product, _norm):
                 del own["forward"]
             elif getattr(own.get("_old_forward"), "func", None) in (_product, _norm):  # accelerate came since
                 own["_old_forward"] = type(layer).forward.__get__(layer)
-        self.known.clear()
+        self.known_modules.clear()
 
     def begin(self, modules: list[nn.Module], tokens: Tensor) -> None:
         """Let the layers compute in their fast way until the forward pass ends.
@@ -76,9 +76,9 @@ class ThreadedLayers:
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return
         for module in modules:
-            if module not in self.known:
+            if module not in self.known_modules:
                 _install(module)
-                self.known[module] = None
+                self.known_modules[module] = None
         here.norms, here.is_step = True, tokens.shape[1:2] == (1,)
         here.products = here.is_step and tokens.device.type == "cpu" and len(tokens) <= MOST_TOKENS
         here.forced = os.environ.get(VARIABLE)

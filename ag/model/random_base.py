@@ -47,11 +47,11 @@ GEOMETRIES = {
 
 def geometry(name: str) -> PretrainedConfig:
     """Return the configuration that a name after ``random:`` stands for, or raise a ``UserError``."""
-    if (known := name.removeprefix(PREFIX)) in GEOMETRIES:
-        shape: dict[str, Any] = dict(zip(COLUMNS, GEOMETRIES[known], strict=True))
+    if (geometry_name := name.removeprefix(PREFIX)) in GEOMETRIES:
+        shape: dict[str, Any] = dict(zip(COLUMNS, GEOMETRIES[geometry_name], strict=True))
         rope = {"rope_type": "default", "rope_theta": 500000.0}
         return LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **shape)
-    path = configurations.find(known) or Path(known).expanduser()
+    path = configurations.find(geometry_name) or Path(geometry_name).expanduser()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError) as error:

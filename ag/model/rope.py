@@ -99,7 +99,7 @@ class RopeByText:
 
     def __init__(self, decoder: Any, changes: int) -> None:
         self.rotary, self.changes = decoder.rotary_emb, changes
-        self._before = vars(self.rotary).get("forward")  # another library's; None means that there is none
+        self._earlier_forward = vars(self.rotary).get("forward")  # another library's; None means that there is none
         self._own, self._like = self.rotary.forward, copy.deepcopy(self.rotary)
         self._sets: dict[Any, tuple[nn.Module, Tensor | None]] = {}
         self.rotary.forward = self
@@ -107,8 +107,8 @@ class RopeByText:
     def remove(self) -> None:
         """Give the model its own rotations back."""
         del self.rotary.forward
-        if self._before is not None:
-            self.rotary.forward = self._before
+        if self._earlier_forward is not None:
+            self.rotary.forward = self._earlier_forward
 
     def set_of(self, lengths: Tensor) -> Tensor:
         """Return which set of frequencies texts of these lengths have: the shortest length that has it."""
@@ -143,10 +143,10 @@ class RopeByText:
         first, *other_sets = sets.unique().tolist()
         cos, sin = self._rotated(first, x, position_ids)
         for other in other_sets:
-            here = (sets == other).to(x.device)
-            here = here[..., None] if here.ndim == 2 else here[:, None, None]
+            in_set = (sets == other).to(x.device)
+            in_set = in_set[..., None] if in_set.ndim == 2 else in_set[:, None, None]
             cos, sin = (
-                torch.where(here, new, old)
+                torch.where(in_set, new, old)
                 for new, old in zip(self._rotated(other, x, position_ids), (cos, sin), strict=True)
             )
         return cos, sin

@@ -366,8 +366,8 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         if self.geometry.evicts_again:
             order = (~keep).byte().argsort(dim=-1, stable=True)[..., :longest]
             indices = token_indices.gather(-1, order).int()
-        most = int(taken.max())
-        return PackedRequest(placement, tokens, row_lengths, longest, taken, most, new_minis, indices, totals)
+        max_taken = int(taken.max())
+        return PackedRequest(placement, tokens, row_lengths, longest, taken, max_taken, new_minis, indices, totals)
 
     def stack(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """Return the minis ``[L, R, H, W]`` of packed requests, and the tokens ``[L, R, H]`` that their rows kept."""
@@ -446,7 +446,7 @@ class EvictionImpl(AttentionImpl[Step]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
-        **others: Any,
+        **other_options: Any,
     ) -> None:
         refused = {
             "ALiBi": alibi_slopes is not None,
@@ -455,7 +455,7 @@ class EvictionImpl(AttentionImpl[Step]):
             f"logits_soft_cap={logits_soft_cap}": bool(logits_soft_cap),
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             "layers that share keys": kv_sharing_target_layer_name is not None,
-            **{name: value is not None for name, value in others.items()},
+            **{name: value is not None for name, value in other_options.items()},
         }
         for name, is_refused in refused.items():
             if is_refused:

@@ -131,12 +131,12 @@ class Settings:
                     f"Policy '{self.policy}' in vLLM: schedule={policy.schedule} with {name}: expected gates of all "
                     "layers and, after the prompt, of all tokens; use schedule=prefill, or serve these by ag.serve."
                 )
-        wrong = {
+        unsupported = {
             f"gate.kind={config.kind}": not all(isinstance(x, TokenGate) for x in gates.layers.values()),
             f"gate.scope={config.scope}": config.scope != "causal",
             f"gate.layer_offset={config.layer_offset}": config.layer_offset != 0,
         }
-        for name, is_wrong in wrong.items():
+        for name, is_wrong in unsupported.items():
             if is_wrong:
                 raise UserError(
                     f"Policy '{self.policy}' in vLLM: {name}: expected gates that read each token alone (linear, "

@@ -74,10 +74,10 @@ class Candidates:
     def after(self, kept: Tensor) -> Candidates:
         """Return only the candidates in ``kept``, in their order."""
         width = int(kept.sum(-1).max())
-        place = (kept.cumsum(-1) - 1).where(kept, width)  # the others share a place behind, which is cut off
+        columns = (kept.cumsum(-1) - 1).where(kept, width)  # the others share a place behind, which is cut off
 
         def moved(x: Tensor) -> Tensor:
-            return x.new_full((*x.shape[:2], width + 1), -retention.INF).scatter_(-1, place, x)[..., :width]
+            return x.new_full((*x.shape[:2], width + 1), -retention.INF).scatter_(-1, columns, x)[..., :width]
 
         return replace(self, score=moved(self.score), second=None if self.second is None else moved(self.second))
 

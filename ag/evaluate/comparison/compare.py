@@ -159,9 +159,9 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     for key, cell in cells.items():
         if cell.summary.label in labels:
             cell = _renamed(cell, label=f"{cell.summary.label} ({folders[key]})")
-        place = cell.summary.task, cell.summary.name
-        if place not in unique or unique[place].summary.n <= cell.summary.n:
-            unique[place] = cell
+        name_and_task = cell.summary.task, cell.summary.name
+        if name_and_task not in unique or unique[name_and_task].summary.n <= cell.summary.n:
+            unique[name_and_task] = cell
     return list(unique.values()), "; ".join(measured.data.unique())
 
 

@@ -65,9 +65,9 @@ def viewer(comparison: Comparison) -> dict[str, Any]:
     prompts: dict[tuple[str, str, int], dict[str, Any]] = {}
     for row in comparison.results:
         for view in comparison.cells[row.key].views:
-            place = row.task, view.sample, len(view.token_texts)
-            empty = {"name": "{}: {} ({} tokens)".format(*place), "pieces": view.token_texts, "policies": []}
-            policies = prompts.setdefault(place, empty)["policies"]
+            prompt_key = row.task, view.sample, len(view.token_texts)
+            empty = {"name": "{}: {} ({} tokens)".format(*prompt_key), "pieces": view.token_texts, "policies": []}
+            policies = prompts.setdefault(prompt_key, empty)["policies"]
             policies.append({"name": row.name, "evicts": row.evicts, "kept": view.to_json()["kept"]})
     return {"prompts": list(prompts.values())}
 

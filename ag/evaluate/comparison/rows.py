@@ -92,8 +92,8 @@ class Comparison:
             scores, other_scores = (tag_values(outcomes, tag) for outcomes in pair)
             common = [sample for sample in scores if sample in other_scores]
             blocks = None if tag else _block_differences(*pair)
-            mine, others = ([each[sample] for sample in common] for each in (scores, other_scores))
-            self._pairs[key] = compare(mine, others, blocks) if common else None
+            my_scores, their_scores = ([each[sample] for sample in common] for each in (scores, other_scores))
+            self._pairs[key] = compare(my_scores, their_scores, blocks) if common else None
         return self._pairs[key]
 
     def baseline_of(self, row: Row) -> Row | None:

@@ -72,15 +72,15 @@ def bootstrap_parts(parts: Sequence[tuple[Vector, Vector]], level: float = 0.95)
     weights ``[k]`` of the parts of each sample.
     """
     n, counts = len(parts), np.array([len(values) for values, _ in parts])
-    most = int(counts.max())
+    max_count = int(counts.max())
     values, weights = (
-        np.stack([np.pad(pair[which], (0, most - len(pair[which]))) for pair in parts]) for which in (0, 1)
+        np.stack([np.pad(pair[which], (0, max_count - len(pair[which]))) for pair in parts]) for which in (0, 1)
     )
     generator, means = np.random.default_rng(SEED), []
-    for rows in _chunks(n * most):
+    for rows in _chunks(n * max_count):
         sampled = generator.integers(0, n, (rows, n))[..., None]
-        inside = (generator.random((rows, n, most)) * counts[sampled]).astype(np.int64)
-        weight = weights[sampled, inside] * (np.arange(most) < counts[sampled])
+        inside = (generator.random((rows, n, max_count)) * counts[sampled]).astype(np.int64)
+        weight = weights[sampled, inside] * (np.arange(max_count) < counts[sampled])
         means.append(((values[sampled, inside] * weight).sum(-1) / weight.sum(-1)).mean(-1))
     return _interval(means, level)
 

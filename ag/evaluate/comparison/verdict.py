@@ -100,8 +100,8 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     sentences = [f"{share}{at}, {task}: {_lead_text(best, rival, gain, unit, level)}"]
     my_row = next((row for row in alike if row.label == comparison.mine and row is not rival), None)
     if my_row is not None and (lag := gain_over(my_row, best)):
-        place = f"number {other_policies.index(my_row) + 2} of {len(compared)}"
-        sentences.append(f"{my_row.label}, {place}, {_gain_text(lag, unit, best.label)} {_test_text(lag)}")
+        rank = f"number {other_policies.index(my_row) + 2} of {len(compared)}"
+        sentences.append(f"{my_row.label}, {rank}, {_gain_text(lag, unit, best.label)} {_test_text(lag)}")
     losses = [(row, lost) for row in (best, rival) if row.evicts and (lost := gain_over(row, full))]
     if not losses:
         sentences.append("The full cache has no result to compare with")
@@ -121,16 +121,16 @@ def _lead_text(best: Row, rival: Row, gain: Paired, unit: str, level: Sequence[s
 
 
 def _distance_text(
-    comparison: Comparison, losses: Sequence[tuple[Row, Paired]], full: Row, told: bool, tag: str, unit: str
+    comparison: Comparison, losses: Sequence[tuple[Row, Paired]], full: Row, is_told: bool, tag: str, unit: str
 ) -> str:
     """Return how far the best policy and its rival are from the full cache; empty without a fact.
 
-    ``losses`` are the policies that evict, with their gains over the full cache. ``told`` says that the first sentence
-    has the difference to it. If nats decide, the text also has both mean scores.
+    ``losses`` are the policies that evict, with their gains over the full cache. ``is_told`` says that the first
+    sentence has the difference to it. If nats decide, the text also has both mean scores.
     """
     row, lost = losses[0]
     parts = []
-    if not told:
+    if not is_told:
         chance = "" if lost.certain else f", which may be chance (p = {lost.p:.3f})"
         parts.append(f"{row.label}, {_gain_text(lost, unit, full.label)}{chance}")
     if tag and (score := comparison.paired(row, full)) is not None:

@@ -249,8 +249,8 @@ class Expression:
             degree = self._atom() if self._next_is("[") else 2
             return self._argument() ** (1 / degree)
         if token[1:] in FUNCTIONS:
-            whole, value = self._next_is(*CLOSING), self._power()
-            while self.tokens and not whole and (self.tokens[0].isalnum() or self.tokens[0] in CONSTANTS):
+            in_brackets, value = self._next_is(*CLOSING), self._power()
+            while self.tokens and not in_brackets and (self.tokens[0].isalnum() or self.tokens[0] in CONSTANTS):
                 value *= self._power()  # 2x of "sin 2x"
             return FUNCTIONS[token[1:]](value)
         if token in CONSTANTS:

@@ -85,9 +85,9 @@ class Own(PromptTask):
             return mean_nats(model, cache, last_hidden, sample.target_tokens), {}
         nats = []
         for number, part in enumerate(sample.parts, start=1):
-            asked = cache if number == len(sample.parts) else copy.deepcopy(cache)
-            after = feed(model, asked, torch.tensor([part.question], device=last_hidden.device))[:, -1]
-            nats.append(mean_nats(model, asked, after, part.answer))
+            copied = cache if number == len(sample.parts) else copy.deepcopy(cache)
+            after = feed(model, copied, torch.tensor([part.question], device=last_hidden.device))[:, -1]
+            nats.append(mean_nats(model, copied, after, part.answer))
         return sum(nats) / len(nats), {}
 
     def _files(self) -> list[Path]:
@@ -106,16 +106,18 @@ class Own(PromptTask):
             location, parts = f"{file} row {number}", []
             check_fields(row, {"context": str}, location)
             context = start + tokenize(tokenizer, [row["context"]])[0]
-            for asked in _asked(row, location):
-                text = f"\n\n{asked['question'].strip()}\n"
-                both = start + tokenize(tokenizer, [row["context"] + text])[0]
-                [answer] = tokenize_after(tokenizer, [asked["answer"].strip()])
-                parts.append((divided(context, both), answer))
+            for entry in _questions_of(row, location):
+                text = f"\n\n{entry['question'].strip()}\n"
+                context_and_question = start + tokenize(tokenizer, [row["context"] + text])[0]
+                [answer] = tokenize_after(tokenizer, [entry["answer"].strip()])
+                parts.append((divided(context, context_and_question), answer))
             name = f"{file.stem}/{number}"
             if self.question == "after":
                 shortest = min((prompt for (prompt, _), _ in parts), key=len)
-                told = [Question([*prompt[len(shortest) :], *question], answer) for (prompt, question), answer in parts]
-                yield Sample(name, shortest, parts=told)
+                questions = [
+                    Question([*prompt[len(shortest) :], *question], answer) for (prompt, question), answer in parts
+                ]
+                yield Sample(name, shortest, parts=questions)
             elif len(parts) > 1:
                 raise DataError(f"{location} has {len(parts)} questions: question=before reads one a row")
             else:
@@ -142,7 +144,7 @@ class Own(PromptTask):
             yield Sample(f"{file.stem}/{number}", tokens[:begin], answers=[tokens[begin:end]])
 
 
-def _asked(row: Record, location: str) -> Sequence[dict[str, Any]]:
+def _questions_of(row: Record, location: str) -> Sequence[dict[str, Any]]:
     """Return the questions of a row with their answers."""
     questions = row.get("questions", [row])
     if not isinstance(questions, list) or not questions or not all(isinstance(entry, dict) for entry in questions):

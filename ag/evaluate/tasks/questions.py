@@ -69,10 +69,12 @@ class QuestionTask(PromptTask):
         self, tokenizer: Tokenizer, name: str, text_sample: TextSample, tags: Tags, max_new_tokens: int | None = None
     ) -> Sample:
         """Tokenise a sample. A ``max_new_tokens`` of None means the tokens of the longest right answer, and 8 more."""
-        context, both = (
+        context, context_and_question = (
             start_tokens(tokenizer) + tokenize(tokenizer, [text])[0] for text in (text_sample.context, text_sample.text)
         )
-        prompt, question = (both, []) if self.question == "before" else divided(context, both)
+        prompt, question = (
+            (context_and_question, []) if self.question == "before" else divided(context, context_and_question)
+        )
         answers = tokenize_after(tokenizer, text_sample.answers)
         sample = Sample(
             name,

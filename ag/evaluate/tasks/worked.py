@@ -60,8 +60,8 @@ class Worked(Task):
             problem = generate(self.seed, "test", index, self.solution_min, self.solution_max, self.kind)
             [row] = encode(tokenizer, [problem], 1 << 20)
             prompt, longest = row.tokens[: row.prompt_length].tolist(), len(row.tokens) + SPARE
-            most = longest - len(prompt)
-            sample = Sample(f"{problem.kind}-{index}", prompt, max_new_tokens=most, parts=[problem])
+            max_solution = longest - len(prompt)
+            sample = Sample(f"{problem.kind}-{index}", prompt, max_new_tokens=max_solution, parts=[problem])
             yield sample if longest <= max_tokens else "too long"
 
     def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
