@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -26,6 +27,7 @@ from ag.gates.figures import DPI
 MIN_SHARES = 2  # kept shares that make a curve
 KEPT = "kept share of the prompt"
 MEMORY = "KV bytes of the full cache's"
+HELD = "tokens held by a KV head"
 MAX_NAME = 36  # characters of a name
 FILES = Path(__file__).parent / "page_files"
 LIGHT, _, _ = (FILES / "page.css").read_text(encoding="utf-8").partition("@media")
@@ -140,7 +142,8 @@ def quality_charts(comparison: Comparison, task: str, tag: str = "mean") -> list
 def _by_memory(comparison: Comparison, task: str, title: str, label: str, tag: str, zero: str = "") -> Chart:
     """Return a chart of a column (``mean``, ``nats``) by kept share; by bytes if these were stored in several types.
 
-    If ``zero`` names a policy, it shows differences to this, with their intervals.
+    Solutions are shown by the largest number of tokens that a KV head held, as the mean over heads and solutions. If
+    ``zero`` names a policy, the chart shows differences to this, with their intervals.
     """
     rows = comparison.rows[(comparison.rows.task == task) & (comparison.rows.n > 0)]
     in_bytes = rows[~rows.evicts].kv_bytes.nunique() > 1
@@ -152,14 +155,19 @@ def _by_memory(comparison: Comparison, task: str, title: str, label: str, tag: s
         y, low, high = rows[tag], rows[tag] - error, rows[tag] + error
     shares = rows.sort_values("kept").groupby("label").kept.agg(kept_shares_text)
     names = [f"{shorten(name)} ({shares[name]})" for name in rows.label]
-    x, sign = rows.memory if in_bytes else rows.kept, "+" if zero else ""
+    held = [tag_values(comparison.outcomes(row), "most_held").values() for row in rows.itertuples(index=False)]
+    if all(held):
+        x, x_label = [fmean(numbers) for numbers in held], HELD
+    else:
+        x, x_label = (rows.memory, MEMORY) if in_bytes else (rows.kept, KEPT)
+    sign = "+" if zero else ""
     points = rows[["label"]].assign(name=names, x=x, y=y, low=low, high=high, level=~rows.evicts)
     points["text"] = [
         f"{row.name}: {point.y:{sign}.4f} [{point.low:{sign}.4f}, {point.high:{sign}.4f}] at {percent(row.kept)} kept"
         for row, point in zip(rows.itertuples(index=False), points.itertuples(index=False), strict=True)
     ]
     title = f"{title}, {rows.n.max()} samples"
-    return Chart(title, MEMORY if in_bytes else KEPT, label, points.dropna(subset="y"), looks(comparison), zero)
+    return Chart(title, x_label, label, points.dropna(subset="y"), looks(comparison), zero)
 
 
 def charts_by_part(comparison: Comparison, task: str, kind: str) -> list[Chart]:

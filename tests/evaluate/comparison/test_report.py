@@ -258,6 +258,16 @@ def test_tables_and_a_chart_by_part(tmp_path):
 # ---- figures
 
 
+def test_solutions_are_drawn_by_the_tokens_that_were_held(tmp_path):
+    tags = {"full": [{"most_held": 90.0}, {"most_held": 110.0}], "tova": [{"most_held": 64.0}, {"most_held": 66.5}]}
+    results = [
+        result(label, None if label == "full" else 64, "math", [1.0, 0.0], True, tags=t) for label, t in tags.items()
+    ]
+    [chart] = figures.quality_charts(compared_of(*results, folder=tmp_path), "math")
+    assert chart.x_label == figures.HELD
+    assert dict(zip(chart.points.label, chart.points.x, strict=True)) == {"full": 100.0, "tova": 65.25}
+
+
 def test_bars_end_within_the_axes(tmp_path):
     """Also where differences are below zero, and on scales that are logarithmic far from it."""
     comparison = made_up.comparison(tmp_path, mine=-0.4)
