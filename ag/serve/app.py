@@ -10,29 +10,29 @@ import logging
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import asdict
-from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
+from openai.types import Model
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.applications import Starlette
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ag.commands.serve import ServeConfig
 from ag.errors import UserError
 from ag.serve import protocol
 from ag.serve.answers import CompletionStream, CompletionWriter
 from ag.serve.entrance import Entrance
-from ag.serve.errors import ApiError, error_location, log_refusal, read_body, refusal
+from ag.serve.errors import ApiError, error_location, log_refusal, refusal
 from ag.serve.metrics import Metrics
 from ag.serve.prompts import RequestBuilder, policy_text
 from ag.serve.scheduler import QueueFullError, Scheduler, StoppedError
@@ -43,6 +43,50 @@ logger = logging.getLogger("ag.serve")
 STOPPING = "the server is stopping: ask again later, or another one."
 #: Headers of a stream of server-sent events; proxies must not buffer it.
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+T = TypeVar("T")
+
+
+class JsonRequest(Request):
+    """A request whose body is JSON of the standard: in UTF-8, without NaN, and not nested too deeply."""
+
+    async def json(self) -> Any:
+        """Return the values of the body."""
+        try:
+            return from_json(await self.body(), allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is no JSON object in UTF-8: {error}.", code="invalid_json") from None
+
+
+class JsonRoute(APIRoute):
+    """A route whose requests are :class:`JsonRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        handler = super().get_route_handler()
+
+        async def answer(http: Request) -> Response:
+            return await handler(JsonRequest(http.scope, http.receive))
+
+        return answer
+
+
+def new_app(**options: Any) -> FastAPI:
+    """Return an app that reads bodies as :class:`JsonRequest`, and refuses requests in OpenAI's form."""
+    handlers: dict[Any, Any] = {HTTPException: refusal, RequestValidationError: refusal}
+    # without openapi_url there are no pages of FastAPI, which load scripts from other sites
+    app = FastAPI(openapi_url=None, exception_handlers=handlers, **options)
+    app.router.route_class = JsonRoute
+    return app
+
+
+async def _at_end() -> AsyncIterator[ExitStack]:
+    """Yield a stack of calls that are made when the response was sent, or its client has left."""
+    with ExitStack() as stack:
+        yield stack
+
+
+AtEnd = Annotated[ExitStack, Depends(_at_end)]
 
 
 class Service:
@@ -57,22 +101,24 @@ class Service:
         self._metrics = Metrics(scheduler.snapshot, scheduler.context_length)
         self._encoder = ThreadPoolExecutor(1, "encoder")  # one thread: a tokenizer encodes one text at a time
 
-    def app(self) -> Starlette:
+    def app(self) -> FastAPI:
         """Return the app; the scheduler runs while it does."""
-        routes = [
-            self._post("/v1/chat/completions", protocol.ChatCompletionRequest, self._complete),
-            self._post("/v1/completions", protocol.CompletionRequest, self._complete),
-            self._post("/tokenize", protocol.TokenizeRequest, partial(self._encode_json, self._prompts.tokenize)),
-            self._post("/detokenize", protocol.DetokenizeRequest, partial(self._encode_json, self._prompts.detokenize)),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
-            Route("/version", self._version),
-            Route("/health", self._health),
-            Route("/metrics", self._prometheus),
-            Route("/live", self._live),
-            Route("/", self._live_page),
-        ]
-        app = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers={HTTPException: _refuse})
+        app = new_app(lifespan=self._lifespan)
+        app.post("/v1/chat/completions")(self._chat)
+        app.post("/v1/completions")(self._complete)
+        app.post("/tokenize")(self._tokenize)
+        app.post("/detokenize")(self._detokenize)
+        endpoints: dict[str, Callable[..., Any]] = {
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+            "/version": self._version,
+            "/health": self._health,
+            "/metrics": self._prometheus,
+            "/live": self._live,
+            "/": self._live_page,
+        }
+        for path, endpoint in endpoints.items():
+            app.api_route(path, methods=["GET", "HEAD"])(endpoint)
         app.add_middleware(self.entrance.guard)
         if self.config.origins:  # the outermost middleware, since it writes into the headers
             allowed: Any = {"allow_origins": self.config.origins, "expose_headers": ["X-Request-Id"]}
@@ -80,7 +126,7 @@ class Service:
         return app
 
     @asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Run the scheduler in its thread."""
         thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         thread.start()
@@ -97,22 +143,17 @@ class Service:
 
     # ---- completions and tokens
 
-    def _post(self, path: str, kind: type[protocol.RequestBody], answer: Callable[[Any], Awaitable[ASGIApp]]) -> Route:
-        """Return the route of an endpoint, whose body has the parameters ``kind``."""
+    async def _chat(self, params: protocol.ChatCompletionRequest, at_end: AtEnd) -> Response:
+        return await self._answer(params, at_end)
 
-        async def endpoint(http: Request) -> ASGIApp:
-            params = read_body(kind, await http.body())
-            self._check_model(params.model)
-            return await answer(params)
+    async def _complete(self, params: protocol.CompletionRequest, at_end: AtEnd) -> Response:
+        return await self._answer(params, at_end)
 
-        return Route(path, endpoint, methods=["POST"])
-
-    async def _complete(self, params: protocol.GenerationRequest) -> ASGIApp:
+    async def _answer(self, params: protocol.GenerationRequest, at_end: ExitStack) -> Response:
         """Continue a chat or texts."""
         prompts = await self._encode(self._prompts.requests, params)
         parser = self._prompts.output_parser(params, prompts[0].request.tokens)
         writer = CompletionWriter(params, self.scheduler.vocabulary, parser)
-
         try:
             completions = CompletionStream(prompts, self.scheduler, self._metrics)
         except (QueueFullError, StoppedError):
@@ -120,26 +161,22 @@ class Service:
         except UserError as error:  # too long for the pool
             param = params.token_limit[0] if params.token_limit else params.prompt_param
             raise ApiError(400, str(error), param) from None
+        at_end.callback(completions.close)
+        if params.stream:
+            events = _events(writer, completions, at_end)
+            return StreamingResponse(events, media_type="text/event-stream", headers=EVENTS)
+        text = writer.full_json(await completions.collect(), completions.usage)
+        return Response(text, media_type="application/json")
 
-        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-            response: Response
-            with ExitStack() as at_end:  # when the response was sent, or its client has left
-                at_end.callback(completions.close)
-                if params.stream:
-                    events = _events(writer, completions, at_end)
-                    response = StreamingResponse(events, media_type="text/event-stream", headers=EVENTS)
-                else:
-                    text = writer.full_json(await completions.collect(), completions.usage)
-                    response = Response(text, media_type="application/json")
-                await response(scope, receive, send)
+    async def _tokenize(self, params: protocol.TokenizeRequest) -> dict[str, Any]:
+        return await self._encode(self._prompts.tokenize, params)
 
-        return respond
+    async def _detokenize(self, params: protocol.DetokenizeRequest) -> dict[str, Any]:
+        return await self._encode(self._prompts.detokenize, params)
 
-    async def _encode_json(self, encode: Callable[[Any], Any], params: protocol.RequestBody) -> Response:
-        return JSONResponse(await self._encode(encode, params))
-
-    async def _encode(self, encode: Callable[[Any], Any], params: protocol.RequestBody) -> Any:
+    async def _encode(self, encode: Callable[[Any], T], params: protocol.RequestBody) -> T:
         """Run a function of a request's parameters in the tokenizer's thread."""
+        self._check_model(params.model)
         return await asyncio.get_running_loop().run_in_executor(self._encoder, encode, params)
 
     def _check_model(self, name: str) -> None:
@@ -156,42 +193,38 @@ class Service:
     @property
     def _description(self) -> dict[str, Any]:
         """The model, as OpenAI's API describes it."""
-        described = {"id": self.name, "object": "model", "created": self._started_at, "owned_by": "ag"}
-        return described | {"max_model_len": self.scheduler.context_length}
+        model = Model(id=self.name, object="model", created=self._started_at, owned_by="ag")
+        return model.model_dump(exclude_unset=True) | {"max_model_len": self.scheduler.context_length}
 
-    async def _models(self, http: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description]})
+    async def _models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._description]}
 
-    async def _model(self, http: Request) -> Response:
-        self._check_model(http.path_params["name"])
-        return JSONResponse(self._description)
+    async def _model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._description
 
-    async def _version(self, http: Request) -> Response:
-        return JSONResponse({"version": versions("ag")["ag"]})
+    async def _version(self) -> dict[str, str]:
+        return {"version": versions("ag")["ag"]}
 
-    async def _health(self, http: Request) -> Response:
+    async def _health(self) -> Response:
         """Return 200 while requests are accepted, else 503."""
         return JSONResponse({"status": self._state}, 200 if self._state == "ok" else 503)
 
-    async def _prometheus(self, http: Request) -> Response:
+    async def _prometheus(self) -> Response:
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _live(self, http: Request) -> Response:
+    async def _live(self) -> dict[str, Any]:
         """Return the figures of the live page."""
         snapshot = self.scheduler.snapshot()
         figures = asdict(snapshot) | asdict(snapshot.counts)
         del figures["counts"]
         figures |= {"model": self.name, "policy": self.policy, "status": self._state, "seconds": time.monotonic()}
         figures |= {"num_ended": snapshot.counts.num_ended.total(), "memory": asdict(snapshot.memory)}
-        return JSONResponse(figures)
+        return figures
 
-    async def _live_page(self, http: Request) -> Response:
+    async def _live_page(self) -> Response:
         text, rules = self._page
         return Response(text, media_type="text/html", headers={"Content-Security-Policy": rules})
-
-
-async def _refuse(http: Request, error: Exception) -> Response:
-    return refusal(error)
 
 
 async def _events(writer: CompletionWriter, completions: CompletionStream, at_end: ExitStack) -> AsyncIterator[str]:

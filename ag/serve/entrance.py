@@ -9,13 +9,15 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import Request
+from fastapi.security import HTTPBearer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ag.commands.serve import ServeConfig
 from ag.serve.errors import ApiError, refusal, request_id
 from ag.serve.scheduler import QueueFullError
 
+BEARER = HTTPBearer(auto_error=False)  # None for a missing key: the refusal is in OpenAI's form
 OPEN_PATHS = ("/", "/health")  # need no key; the script of the page sends it
 BODY_SECONDS = 30  # longest time for a body to arrive
 READ_MULTIPLE = 16  # a longer body is read up to this multiple of the limit: then its client sees the refusal
@@ -51,7 +53,7 @@ class Entrance:
                 await send(message)
 
             try:
-                self._check_key(http)
+                await self._check_key(http)
                 if http.method == "POST":
                     await self._post(app, http, send_with_id)
                 else:
@@ -59,16 +61,16 @@ class Entrance:
             except Exception as error:
                 if has_started:
                     raise
-                await refusal(error)(scope, receive, send_with_id)
+                response = await refusal(http, error)
+                await response(scope, receive, send_with_id)
 
         return answer
 
-    def _check_key(self, http: Request) -> None:
+    async def _check_key(self, http: Request) -> None:
         if not self.config.api_key or http.scope["path"] in OPEN_PATHS:
             return
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        is_right = hmac.compare_digest(key.strip().encode("latin-1"), self.config.api_key.encode())
-        if scheme.lower() != "bearer" or not is_right:
+        bearer, key = await BEARER(http), self.config.api_key.encode()
+        if bearer is None or not hmac.compare_digest(bearer.credentials.strip().encode("latin-1"), key):
             message = "expected the header Authorization: Bearer KEY with this server's key."
             raise ApiError(401, message, code="invalid_api_key")
 

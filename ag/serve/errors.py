@@ -1,4 +1,4 @@
-"""Errors of requests, bodies that cannot be read included: what clients see, in OpenAI's form, and the log."""
+"""Errors of requests: what clients see, in OpenAI's form, and the log."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import re
 import traceback
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse
 
 from ag.engine.block_pool import PoolFullError
 from ag.errors import UserError
@@ -26,7 +25,6 @@ logger = logging.getLogger("ag.serve")
 #: The current request's id, for the log.
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
-Body = TypeVar("Body", bound=BaseModel)
 TYPE = re.compile(r"str|list|[A-Z]\w*")  # names of alternative types in pydantic's places
 RETRY = {"Retry-After": "5"}  # seconds
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
@@ -39,41 +37,44 @@ STATUSES: Sequence[tuple[Any, int, str | None]] = (
 )
 
 
-@dataclass(eq=False)
-class ApiError(Exception):
-    """An error for the client."""
+class ApiError(HTTPException):
+    """An error for the client: its message has the value, the expected value, and the fix.
 
-    status: int  # of HTTP
-    message: str  # the value, the expected value, and the fix
-    param: str | None = None  # the wrong parameter, for example ``messages[0].role``
-    code: str | None = None  # for programs
+    ``param`` is the wrong parameter, for example ``messages[0].role``; ``code`` is for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.param, self.code = param, code
 
     @property
     def body(self) -> dict[str, Any]:
         """The error in OpenAI's format."""
-        kind = {429: "rate_limit_error", 401: "authentication_error"}.get(self.status, "invalid_request_error")
-        kind = "server_error" if self.status >= 500 else kind
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        kind = {429: "rate_limit_error", 401: "authentication_error"}.get(self.status_code, "invalid_request_error")
+        kind = "server_error" if self.status_code >= 500 else kind
+        return {"error": {"message": self.detail, "type": kind, "param": self.param, "code": self.code}}
 
 
 def log_refusal(error: Exception, action: str = "refused") -> ApiError:
     """Log that a request failed, without any of its text, and return the error that its client sees."""
     shown = _shown(error)
     reason = shown.code or shown.body["error"]["type"]
-    logger.info("%s: %s with %d %s", request_id.get(), action, shown.status, reason)
+    logger.info("%s: %s with %d %s", request_id.get(), action, shown.status_code, reason)
     return shown
 
 
-def refusal(error: Exception) -> JSONResponse:
+async def refusal(http: Request, error: Exception) -> JSONResponse:
     """Log that a request failed, and return its response."""
     shown = log_refusal(error)
-    return JSONResponse(shown.body, shown.status, HEADERS.get(shown.status))
+    return JSONResponse(shown.body, shown.status_code, HEADERS.get(shown.status_code))
 
 
 def _shown(error: Exception) -> ApiError:
     """Return the error that a client sees."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RequestValidationError):
+        return _misfit(error.errors())
     if isinstance(error, HTTPException):  # of starlette, for an unknown path
         return ApiError(error.status_code, f"{error.detail}.")
     for kind, status, code in STATUSES:
@@ -81,16 +82,6 @@ def _shown(error: Exception) -> ApiError:
             return ApiError(status, str(error), code=code)
     logger.error("a request failed: %s", error_location(error))
     return ApiError(500, "the server failed at this request.")
-
-
-def read_body(kind: type[Body], body: bytes) -> Body:
-    """Return the parameters in a body: JSON of the standard, in UTF-8, without NaN, and not nested too deeply."""
-    try:
-        return kind.model_validate(from_json(body, allow_inf_nan=False))
-    except ValidationError as error:
-        raise _misfit(error.errors()) from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is no JSON object in UTF-8: {error}.", code="invalid_json") from None
 
 
 def _misfit(errors: Sequence[Any]) -> ApiError:
@@ -113,8 +104,9 @@ def _misfit(errors: Sequence[Any]) -> ApiError:
 
 
 def _param(location: Sequence[int | str]) -> str:
-    """Return the name of a parameter, for example ``messages[0].role``."""
-    names = [part for part in location if isinstance(part, int) or part.isidentifier() and not TYPE.fullmatch(part)]
+    """Return the name of a parameter, for example ``messages[0].role`` at ``("body", "messages", 0, "role")``."""
+    parts = location[1:]
+    names = [part for part in parts if isinstance(part, int) or part.isidentifier() and not TYPE.fullmatch(part)]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part:.80}" for part in names).lstrip(".")
 
 

@@ -1,4 +1,4 @@
-"""Bodies of requests in OpenAI's format."""
+"""Bodies of requests in OpenAI's format, which FastAPI reads."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("openai", reason="needs the server's libraries: pip install 'ag[serve]'")
 
-from ag.serve.errors import ApiError, read_body  # noqa: E402
+from starlette.testclient import TestClient  # noqa: E402
+
+from ag.serve.app import new_app  # noqa: E402
 from ag.serve.protocol import (  # noqa: E402
     NEUTRAL,
     ChatCompletionRequest,
@@ -33,27 +35,41 @@ KINDS = RIGHT | {
 }
 
 
-def refusal(kind, body):
-    """The refusal of a body, or None; a dict is changes of a right one."""
-    sent = body if isinstance(body, bytes) else json.dumps(KINDS[kind] | body).encode()
-    try:
-        params = read_body(kind, sent)
-    except ApiError as error:
-        assert error.status == 400 and 0 < len(error.message) < 600
-        return error.body["error"]
-    assert getattr(params, "n", 1) >= 1 and getattr(params, "temperature", 0) >= 0
+@pytest.fixture(scope="module")
+def refusal():
+    """`refusal(kind, body)`: the refusal of a body by FastAPI, or None; a dict is changes of a right one."""
+    app = new_app()
+    for kind in KINDS:
+
+        async def ask(body):
+            assert getattr(body, "n", 1) >= 1 and getattr(body, "temperature", 0) >= 0
+
+        ask.__annotations__ = {"body": kind}
+        app.post(f"/{kind.__name__}")(ask)
+    with TestClient(app, headers={"Content-Type": "application/json"}) as client:
+
+        def refusal(kind, body):
+            sent = body if isinstance(body, bytes) else json.dumps(KINDS[kind] | body).encode()
+            answer = client.post(f"/{kind.__name__}", content=sent)
+            if answer.status_code == 200:
+                return None
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and 0 < len(error["message"]) < 600
+            return error
+
+        yield refusal
 
 
 @pytest.mark.parametrize("kind", RIGHT)
 @given(body=st.binary(max_size=40))
-def test_any_bytes(kind, body):
+def test_any_bytes(refusal, kind, body):
     assert refusal(kind, body)["code"] == "invalid_json" or isinstance(json.loads(body), dict)
 
 
 @pytest.mark.parametrize("kind", RIGHT)
 @settings(max_examples=40)
 @given(data=st.data())
-def test_any_values(kind, data):
+def test_any_values(refusal, kind, data):
     names = st.sampled_from([*kind.model_fields, *kind.openai_fields]) | st.text(max_size=8)
     changed = data.draw(st.dictionaries(names, VALUES, max_size=4))
     found, again = (refusal(kind, dict(rows)) for rows in (changed.items(), reversed(changed.items())))
@@ -170,7 +186,7 @@ def test_any_values(kind, data):
         (ChatCompletionRequest, dict.fromkeys("zyxwvutsrqpfedcbah", 1), "a", ["'a' is an unknown parameter"]),
     ],
 )
-def test_refusals(kind, change, param, words):
+def test_refusals(refusal, kind, change, param, words):
     """The value, and what was expected: any of the possible types, or a value of the right type."""
     error = refusal(kind, change)
     assert error["param"] == param and all(word in error["message"] for word in words), error
@@ -191,7 +207,7 @@ def test_refusals(kind, change, param, words):
         (ChatCompletionRequest, {"stop": None, "store": False, "stream_options": None, "prompt_cache_key": "x"}),
     ],
 )
-def test_neutral_values_are_accepted(kind, change):
+def test_neutral_values_are_accepted(refusal, kind, change):
     assert refusal(kind, change) is None
 
 
@@ -205,7 +221,7 @@ def test_neutral_values_are_accepted(kind, change):
     ],
     ids=["digits", "token", "word", "long name"],
 )
-def test_values_that_are_too_large(change):
+def test_values_that_are_too_large(refusal, change):
     assert refusal(CompletionRequest, f'{{"model": "m", "prompt": "x", {change}}}'.encode())
 
 
@@ -246,7 +262,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_of_a_wrong_type_or_out_of_range(kind):
+def test_every_parameter_of_a_wrong_type_or_out_of_range(refusal, kind):
     """Is refused by its own name, whatever else is wrong behind it."""
     names = {*kind.model_fields, *(name for name in NEUTRAL if kind in RIGHT)}
     assert set(kind.model_fields) <= TYPES.keys()

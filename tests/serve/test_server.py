@@ -320,7 +320,8 @@ def test_invalid_bodies(served):
         answer = http.post("/v1/completions", content=body)
         assert answer.status_code == status and word in answer.json()["error"]["message"]
     assert http.post("/v1/completions", json=BODY, headers={"Content-Type": "text/plain"}).status_code == 415
-    assert http.get("/nothing").json()["error"]["message"] == "Not Found."
+    for path in ("/nothing", "/docs", "/redoc", "/openapi.json"):
+        assert http.get(path).json()["error"]["message"] == "Not Found."
 
 
 def test_models_and_keys(served):
@@ -338,7 +339,8 @@ def test_models_and_keys(served):
         answer = http.get("/v1/models", headers={"Authorization": wrong})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     for path, status in {"/metrics": 401, "/live": 401, "/health": 200, "/": 200}.items():
-        assert http.get(path, headers={"Authorization": ""}).status_code == status
+        for method in ("GET", "HEAD"):
+            assert http.request(method, path, headers={"Authorization": ""}).status_code == status
 
 
 @pytest.mark.parametrize(("length", "most"), [(1, 30), (11, 29), (40, 0)])
