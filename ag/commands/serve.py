@@ -14,7 +14,7 @@ from ag.errors import UserError, need
 from ag.hardware import main_memory
 
 KEY_VARIABLE = "AG_API_KEY"
-MODULES = ("openai", "prometheus_client", "starlette", "uvicorn")  # of other packages, which the server imports
+MODULES = ("fastapi", "openai", "prometheus_client", "uvicorn")  # of other packages, which the server imports
 UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 

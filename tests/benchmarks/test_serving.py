@@ -43,7 +43,7 @@ def test_the_table():
 @pytest.mark.nightly
 @pytest.mark.parametrize("through", serving.BY)
 def test_each_way_of_answering(smollm2, tmp_path, through):
-    pytest.importorskip("starlette", reason="needs ag[serve]: bash scripts/test.sh")
+    pytest.importorskip("fastapi", reason="needs ag[serve]: bash scripts/test.sh")
     words = [f"model={smollm2}", f"through=[{through}]", "policies=[h2o 0.25 every]", "requests=2", "prompt=[40,50]"]
     words += ["answer=[4,5]", "rate=6000", f"output={tmp_path}", "threads=1"]
     assert serving.main(words) == 0

@@ -41,7 +41,7 @@ def test_a_line_for_each_part_and_a_code_for_the_sum(monkeypatch, capsys):
 
 
 def test_a_package_of_a_wrong_version_or_missing_is_named_with_the_command(monkeypatch):
-    needed = ["torch>=99,<100", "no-such-package>=1", "rich>=13", 'starlette>=999; extra == "serve"']
+    needed = ["torch>=99,<100", "no-such-package>=1", "rich>=13", 'fastapi>=999; extra == "serve"']
     monkeypatch.setattr(doctor, "requires", lambda name: needed)
     found = doctor.packages(QUIET)
     assert found.text.endswith(f"not as needed: torch {version('torch')}, no-such-package missing")

@@ -36,7 +36,7 @@ def test_what_is_refused(words, expected, capsys):
 @pytest.mark.parametrize("memory", ["64", "9000TiB"])
 def test_memory_that_no_pool_can_take_is_told_as_it_was_given(memory, tmp_path, tiny_llama):
     """Fewer bytes than a block has; more than a process can address, where the machine was not asked before."""
-    pytest.importorskip("starlette", reason="needs the server's libraries: pip install 'ag[serve]'")
+    pytest.importorskip("fastapi", reason="needs the server's libraries: pip install 'ag[serve]'")
     from ag.serve.server import load_service
     from tests.support.http_server import saved
 
