@@ -24,7 +24,7 @@ def test_twice_as_many_requests_at_once(engine):
 
 
 def tensor_nbytes():
-    """Bytes of all tensors of this process. (Its resident memory also grows by oneDNN's compiled kernels.)"""
+    """Bytes of all tensors of this process. Resident memory also has what the allocator and libraries keep."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and x.layout == torch.strided]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
