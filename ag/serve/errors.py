@@ -35,6 +35,12 @@ STATUSES: Sequence[tuple[Any, int, str | None]] = (
     (UserError, 400, None),
     (ClientDisconnect, 499, None),  # nobody reads it
 )
+#: Parts of pydantic's messages, and what a client reads instead.
+PLAIN_WORDS = {
+    " or Input should be ": " or ",
+    "a valid dictionary or object to extract fields from": "an object",
+    "a valid dictionary": "an object",
+}
 
 
 class ApiError(HTTPException):
@@ -97,7 +103,8 @@ def _misfit(errors: Sequence[Any]) -> ApiError:
     # reasons why a value of the right type is refused, or else all possible types
     values = [error for error in details if not error["type"].endswith("_type")]
     reason = " or ".join(dict.fromkeys(error["msg"] for error in values or details))
-    reason = reason.replace(" or Input should be ", " or ")
+    for words, plain_words in PLAIN_WORDS.items():
+        reason = reason.replace(words, plain_words)
     if first["type"] == "missing":
         return ApiError(400, f"{param}: {reason}.", param, "missing")
     return ApiError(400, f"{param}={first['input']!r:.80}: {reason}.", param, "invalid_value")

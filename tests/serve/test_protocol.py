@@ -86,6 +86,8 @@ def test_any_values(refusal, kind, data):
         (CompletionRequest, {"temperature": "hot"}, "temperature", ["hot", "number"]),
         (CompletionRequest, {"suffix": "x"}, "suffix", ["not supported"]),
         (CompletionRequest, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream=false"]),
+        (CompletionRequest, {"stream_options": "x"}, "stream_options", ["'x': Input should be an object."]),
+        (CompletionRequest, {"logit_bias": [1]}, "logit_bias", ["[1]: Input should be an object."]),
         (CompletionRequest, {"stream_options": {"include_usage": False}}, "stream_options", ["stream=true"]),
         (CompletionRequest, {"repetition_penalty": 1e-300}, "repetition_penalty", ["1e-300", "0.01"]),
         (
@@ -155,7 +157,7 @@ def test_any_values(refusal, kind, data):
             ChatCompletionRequest,
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
             "response_format.json_schema.schema",
-            ["[]", "dictionary"],
+            ["[]", "an object"],
         ),
         (
             ChatCompletionRequest,
@@ -174,7 +176,7 @@ def test_any_values(refusal, kind, data):
             CompletionRequest,
             {"structured_outputs": {"json": 3}},
             "structured_outputs.json",
-            ["3", "dictionary"],
+            ["3", "an object"],
         ),
         (CompletionRequest, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", ["at least 1"]),
         (
