@@ -79,8 +79,9 @@ def savings(generation: Generation) -> str:
             f"budget. {sizes}."
         )
     return (
-        f"{sizes}: {1 - used / plain:.0%} saved. {generation.evicted:.0%} of the prompt went; new tokens stay, and a "
-        f"row's last block of {BLOCK} tokens may not be full."
+        f"{sizes}: {1 - used / plain:.0%} saved. {generation.evicted:.0%} of the prompt went, and "
+        f"{1 - generation.kept_share:.0%} of prompt and new tokens; a row's last block of {BLOCK} tokens may not be "
+        "full."
     )
 
 

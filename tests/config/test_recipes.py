@@ -27,7 +27,7 @@ COMPARISONS = {  # cells, and the published score of the full cache that the com
     "compare_turns": ((1 + 5 * 3) * 2, "evicted once"),
     "compare_parts": (1 + 31 * 3, "docs/results.md"),
     "compare_retrieval": ((1 + 3 * 4) * 4, "after eviction"),
-    "compare_reasoning": (1 + 7 * 3, "docs/results/reasoning.md"),
+    "compare_reasoning": (1 + 8 * 3, "docs/results/reasoning.md"),
     "compare_bits": (2 * (1 + 4) * 4, "codes of 8 bits"),
     "compare_leaderboard": ((1 + 9 * 4) * 13, "0.25, 0.5, 0.75, 0.875"),
     "compare_small": ((1 + 10 * 2) * 2, "docs/results.md"),

@@ -21,16 +21,18 @@ from ag.wheels import hub_name
 from tests.support.refused import refuses
 
 NAMES = exports.shipped()
-MOST = {"qwen2.5-coder-0.5b": 5 * 2**20, "smollm2": 3 * 2**20}
-SHARES_OF = {"qwen2.5-coder-0.5b": 0.55, "smollm2": 0.3}  # of tokens that the flags alone keep, at least
-RECIPES_OF = {"qwen2.5-coder-0.5b": "remember", "smollm2": "smollm2_remember"}
+REASONING = "qwen2.5-coder-0.5b-reasoning"
+BASES = {"qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b", REASONING: "qwen2.5-coder-0.5b", "smollm2": "smollm2"}
+MOST = {"qwen2.5-coder-0.5b": 5 * 2**20, REASONING: 5 * 2**20, "smollm2": 3 * 2**20}
+SHARES_OF = {"qwen2.5-coder-0.5b": 0.55, REASONING: 0.3, "smollm2": 0.3}  # of tokens that the flags alone keep, at least
+RECIPES_OF = {"qwen2.5-coder-0.5b": "remember", REASONING: "reason", "smollm2": "smollm2_remember"}
 
 
 def test_each_is_small_and_what_its_recipe_trains() -> None:
     assert list(MOST) == NAMES
     for name, most in MOST.items():
         assert sum(file.stat().st_size for file in export.local(name).iterdir()) <= most
-        assert export.read_info(name)["base_model"]["name"] == hub_name(name)
+        assert export.read_info(name)["base_model"]["name"] == hub_name(BASES[name])
         recipe = load_config(RECIPES / "fit" / f"{RECIPES_OF[name]}.yaml", Config)
         gates = ag.AttentionGates.from_pretrained(name)
         kept = SHARES_OF[name]
