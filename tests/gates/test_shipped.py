@@ -24,7 +24,7 @@ NAMES = exports.shipped()
 REASONING = "qwen2.5-coder-0.5b-reasoning"
 BASES = {"qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b", REASONING: "qwen2.5-coder-0.5b", "smollm2": "smollm2"}
 MOST = {"qwen2.5-coder-0.5b": 5 * 2**20, REASONING: 5 * 2**20, "smollm2": 3 * 2**20}
-SHARES_OF = {"qwen2.5-coder-0.5b": 0.55, REASONING: 0.3, "smollm2": 0.3}  # of tokens that the flags alone keep, at least
+SHARES_OF = {"qwen2.5-coder-0.5b": 0.55, REASONING: 0.3, "smollm2": 0.3}  # that flags alone keep, at least
 RECIPES_OF = {"qwen2.5-coder-0.5b": "remember", REASONING: "reason", "smollm2": "smollm2_remember"}
 
 
