@@ -11,14 +11,13 @@ the hub. The model decodes the likeliest tokens with its full cache, from the pr
 The rows of ``own/train.jsonl`` are for ``recipe=reason``. A row's ``prompt`` is a problem and its solution up to
 a random token, and ``response`` is what the model wrote next, 96 tokens. Training reads the prompt once, evicts it to
 a random share, and compares the response with that of the full cache. Gates of kind mlp score a token once, when it is
-created: what they keep at a budget is then the same whether tokens were evicted one by one or all at once.
+created, so that evicting a prompt at once keeps about the tokens that evicting while decoding would keep.
 """
 
 import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,8 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def cut(solutions: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Iterator[dict[str, str]]:
-    """Cut each solution at random tokens, and yield the rows in random order."""
+def cut(solutions: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    """Cut each solution at random tokens, and return the rows in random order."""
     generator, rows = random.Random(0), []
     for row in solutions:
         [tokens] = tokenize(tokenizer, [row["solution"]])
@@ -80,7 +79,7 @@ def cut(solutions: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> 
             before, after = tokenizer.decode(tokens[:end]), tokenizer.decode(tokens[end : end + RESPONSE])
             rows.append({"prompt": row["prompt"] + before, "response": after})
     generator.shuffle(rows)
-    yield from rows
+    return rows
 
 
 if __name__ == "__main__":

@@ -20,22 +20,21 @@ from ag.model.geometry import fingerprint
 from ag.wheels import hub_name
 from tests.support.refused import refuses
 
-NAMES = exports.shipped()
-REASONING = "qwen2.5-coder-0.5b-reasoning"
-BASES = {"qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b", REASONING: "qwen2.5-coder-0.5b", "smollm2": "smollm2"}
-MOST = {"qwen2.5-coder-0.5b": 5 * 2**20, REASONING: 5 * 2**20, "smollm2": 3 * 2**20}
-SHARES_OF = {"qwen2.5-coder-0.5b": 0.55, REASONING: 0.3, "smollm2": 0.3}  # that flags alone keep, at least
-RECIPES_OF = {"qwen2.5-coder-0.5b": "remember", REASONING: "reason", "smollm2": "smollm2_remember"}
+#: By name: the base model, the recipe, the most MiB, and the share of tokens that the flags alone keep, at least.
+SHIPPED = {
+    "qwen2.5-coder-0.5b": ("qwen2.5-coder-0.5b", "remember", 5, 0.55),
+    "qwen2.5-coder-0.5b-reasoning": ("qwen2.5-coder-0.5b", "reason", 5, 0.3),
+    "smollm2": ("smollm2", "smollm2_remember", 3, 0.3),
+}
 
 
 def test_each_is_small_and_what_its_recipe_trains() -> None:
-    assert list(MOST) == NAMES
-    for name, most in MOST.items():
-        assert sum(file.stat().st_size for file in export.local(name).iterdir()) <= most
-        assert export.read_info(name)["base_model"]["name"] == hub_name(BASES[name])
-        recipe = load_config(RECIPES / "fit" / f"{RECIPES_OF[name]}.yaml", Config)
+    assert list(SHIPPED) == exports.shipped()
+    for name, (base, recipe_name, most, kept) in SHIPPED.items():
+        assert sum(file.stat().st_size for file in export.local(name).iterdir()) <= most * 2**20
+        assert export.read_info(name)["base_model"]["name"] == hub_name(base)
+        recipe = load_config(RECIPES / "fit" / f"{recipe_name}.yaml", Config)
         gates = ag.AttentionGates.from_pretrained(name)
-        kept = SHARES_OF[name]
         assert gates.calibration.boundary(kept + 0.05) < 0 < gates.calibration.boundary(kept)
         assert gates.config.kind == "mlp"  # has no heads
         assert replace(gates.config, head_dim=recipe.gate.head_dim) == recipe.gate
