@@ -149,7 +149,8 @@ class Worker:
     ) -> list[FinishedCell]:
         """Run cells of one task on the samples without an outcome under all cells; outcomes are appended."""
         samples = self.loaded.samples
-        self.progress.begin(cells[0].name, len(cells), len(samples), waiting)
+        batch = getattr(cells[0].task, "batch", 1)
+        self.progress.begin(cells[0].name, len(cells), len(samples), waiting, batch)
         refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
         run = [pair for pair in zip(cells, outcomes_by_cell, strict=True) if pair[0] not in refused]
         touched, run_outcomes = [cell for cell, _ in run], [cell_outcomes for _, cell_outcomes in run]
@@ -215,18 +216,20 @@ class ComparisonProgress:
         self._num_finished, self._outcomes = num_finished, 0
         self._show()
 
-    def begin(self, name: str, together: int, samples: int, waiting: int = 0) -> None:
+    def begin(self, name: str, together: int, samples: int, waiting: int = 0, batch: int = 1) -> None:
         """Begin cells that run together, by the name of the first; :meth:`outcome` shows them.
 
-        ``waiting`` counts the finished samples of cells that run later.
+        ``waiting`` counts the finished samples of cells that run later. The outcomes of a ``batch`` come at once.
         """
         self._name = name + (f" and {together - 1} more" if together > 1 else "")
         self._together, self._samples, self._outcomes, self._waiting = together, samples, 0, waiting
+        self._batch = batch
 
     def outcome(self, samples: int = 1) -> None:
         """Add finished samples of one cell."""
         self._outcomes += samples
-        self._show()
+        if self._outcomes % self._batch == 0:  # within a batch the estimate would take its time for one sample's
+            self._show()
 
     def progress_text(self) -> str:
         """Return the numbers and the estimate as text."""

@@ -281,6 +281,20 @@ def test_progress_waits_for_a_sample_of_every_cell_before_it_tells_a_time(quiet)
     assert progress.progress_text() == "5 of 8 cells, about 0:02:00 left"
 
 
+def test_progress_tells_a_time_at_the_end_of_a_batch_whose_outcomes_come_at_once(quiet):
+    now = [0.0]
+    progress = ComparisonProgress(quiet, 2, 0, lambda: now[0])
+    progress.begin("gsm8k: full", 1, 200, batch=100)
+    for seconds in (60.0, 120.0):
+        now[0] = seconds
+        for _ in range(100):
+            progress.outcome()
+    assert quiet.file.getvalue().splitlines() == [
+        "0 of 2 cells, 100 of 200 samples, about 0:03:00 left (gsm8k: full)",
+        "0 of 2 cells, 200 of 200 samples, about 0:02:00 left (gsm8k: full)",
+    ]
+
+
 def test_a_terminal_shows_a_bar():
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     progress = ComparisonProgress(console, 2)
