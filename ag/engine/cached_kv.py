@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -29,6 +29,7 @@ class CachedKV:
         sliding_window: the model's sliding window in the layer. None: the layer has none.
         prefill_chunk: tokens of a prompt between evictions. None: a prompt is evicted from once.
         same_for_all_heads: whether the host knows that all KV heads hold equal tokens in equal slots.
+        sequences: ``[B]`` long, the sequences of the store's rows, after a first pass. None: all.
     """
 
     store: KVStore
@@ -41,6 +42,12 @@ class CachedKV:
     sliding_window: int | None
     prefill_chunk: int | None
     same_for_all_heads: bool
+    sequences: Tensor | None = None
+
+    def of_sequences(self, sequences: Tensor) -> CachedKV:
+        """Return what some sequences ``[b]`` long hold in a step."""
+        shape, lengths = (len(sequences), *self.shape[1:]), self.lengths[sequences]
+        return replace(self, shape=shape, lengths=lengths, sequences=sequences)
 
     @property
     def in_order(self) -> bool:
@@ -49,7 +56,8 @@ class CachedKV:
 
     @cached_property
     def _pool_indices(self) -> Tensor:
-        return self.store.pool_indices(self.layer, all_slots=self.batch.step)
+        indices = self.store.pool_indices(self.layer, all_slots=self.batch.step)
+        return indices if self.sequences is None else indices[self.sequences]
 
     @cached_property
     def _keys_and_values(self) -> tuple[Tensor, Tensor]:
@@ -77,6 +85,8 @@ class CachedKV:
         if self.batch.fresh:
             return self.batch.token_indices[:, None].expand(-1, self.shape[1], -1)
         token_indices = self.store.token_indices(self.layer, all_slots=self.batch.step)
+        if self.sequences is not None:
+            token_indices = token_indices[self.sequences]
         if self.sliding_window is None or (self.batch.is_prefill and self.prefill_chunk is None):
             return token_indices
         last_expired = self.batch.first_since(self.prefill_chunk, self.lengths) - self.sliding_window

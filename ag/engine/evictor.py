@@ -151,12 +151,8 @@ class Evictor:
         else:
             counts = self._count(batch, store, [layer], reader.sliding_window).to(reader.lengths.device)
         sinks, recent = counts.sinks_recent.unbind()
-        inputs = reader.inputs(self.needs[not reader.decoding], records, counts.evicting)
-        self.scorer.note(inputs, records)
+        score = self._note_and_score(reader, batch, records, counts.evicting)
         store.put_records(layer, records)
-        score = self.scorer.score(inputs)
-        if getattr(score, "shape", None) != reader.cached.shape:
-            self._refuse_shape("score", score, reader)
         if counted_step:
             self._scores[store][layer] = score
             self._layers_left[store] -= 1
@@ -178,6 +174,31 @@ class Evictor:
         if flags is None or flags.shape != store.lengths.shape:
             flags = self._nonfinite[store] = torch.zeros_like(store.lengths)
         store.compact({layer: score}, counts.kept, nonfinite=flags[layer])
+
+    def _note_and_score(self, reader: LayerReader, batch: ForwardBatch, records: Records, evicting: Tensor) -> Tensor:
+        """Let the scorer note the pass, and return its score ``[B, Hkv, N]``.
+
+        The sequences of a batch reach their budgets at different steps. A scorer whose steps no CUDA graph records sees
+        only those that are evicted from, unless it notes every query or has sums of all prompts; the others score 0.
+        """
+        assert batch.evict is not None
+        needs, shown, shown_records, sequences = self.needs[not reader.decoding], reader, records, None
+        sees_all = needs.steady or needs.every_query or reader.prompt_sums or bool(batch.evict.all())
+        if batch.step and reader.decoding and not sees_all:
+            sequences = batch.evict.nonzero()[:, 0].to(reader.lengths.device)
+            shown, evicting = reader.of_sequences(sequences), evicting[sequences]
+            shown_records = {name: record[sequences] for name, record in records.items()}
+        inputs = shown.inputs(needs, shown_records, evicting)
+        self.scorer.note(inputs, shown_records)
+        score = self.scorer.score(inputs)
+        if getattr(score, "shape", None) != shown.cached.shape:
+            self._refuse_shape("score", score, shown)
+        if sequences is None:
+            return score
+        for name, record in shown_records.items():
+            whole = records[name] if name in records else record.new_zeros(len(reader.lengths), *record.shape[1:])
+            records[name] = whole.index_copy(0, sequences, record)
+        return score.new_zeros(reader.cached.shape).index_copy(0, sequences, score)
 
     def end_pass(self, batch: ForwardBatch) -> None:
         """Count the tokens after a step, and check that scores were finite.

@@ -7,7 +7,7 @@ queries. Whole attention rows exist only for a window of the last queries.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -91,6 +91,15 @@ class LayerReader:
     rotate: Callable[..., Tensor]
     load_output_projection: Callable[[], Tensor]
     memo: dict[Hashable, Any]
+
+    def of_sequences(self, sequences: Tensor) -> LayerReader:
+        """Return a reader of some sequences ``[b]`` long in a step; it has no sums over prompts."""
+        by_sequence = "rotated_queries", "query_indices", "query_valid", "lengths", "prompt_lengths"
+        parts = {name: getattr(self, name)[sequences] for name in by_sequence}
+        for name in ("step_weights", "caller_protected"):
+            whole = getattr(self, name)
+            parts[name] = None if whole is None else whole[sequences]
+        return replace(self, cached=self.cached.of_sequences(sequences), **parts, prompt_sums={}, memo={})
 
     def inputs(
         self,

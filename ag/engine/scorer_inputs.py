@@ -120,7 +120,8 @@ class Needs:
 class ScorerInputs:
     """One layer in one pass, as a scorer sees it. B sequences, H query heads, Hkv KV heads, N slots of each row.
 
-    The fields without a default are always there. The others exist only if the scorer's :class:`Needs` declare them.
+    In a decoding step B may count only the sequences of the batch that are evicted from. The fields without a default
+    are always there. The others exist only if the scorer's :class:`Needs` declare them.
 
     Attributes:
         layer: index of the layer.

@@ -78,6 +78,29 @@ def test_what_is_held_is_what_the_policy_says(family, name, reading, writing, re
         assert [held[layer][0] for held in result.held] == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "sees_all"),
+    [
+        *[(name, False) for name in ("snapkv", "rkv", "cake@preference", "expected_attention", "snapkv+vatp")],
+        *[(name, True) for name in ("scissorhands", "tova", "snapkv@heads")],
+    ],
+)
+def test_a_step_scores_the_sequences_that_are_evicted_from(llama, name, sees_all, monkeypatch):
+    """The third prompt is shorter than the budget, and reaches it at another step than the others."""
+    policy, prompts = make(name, "steps:3", 14), (*PROMPTS, 12)
+    rows = [*ROWS, ROWS[0].flip(0)[: 12 + STEPS]]
+    alone = [run(llama, policy, [text], [prompt]).held for text, prompt in zip(rows, prompts, strict=True)]
+    scored, cls = [], type(policy.scorer)
+    score = cls.score
+    monkeypatch.setattr(cls, "score", lambda self, inputs: scored.append(len(inputs.lengths)) or score(self, inputs))
+    held = run(llama, policy, rows, prompts).held
+    for after, layers in enumerate(held):
+        assert layers == [[text[after][layer][0] for text in alone] for layer in range(3)]
+    first = 3 if name == "expected_attention" else 2  # which has sums of all prompts until then
+    evicted_together = [n for n in ([3] * 4 if sees_all else [first, 1, 2, 1]) for _ in range(3)]
+    assert scored[3:] == evicted_together
+
+
 # ---- budgets
 
 
