@@ -309,7 +309,7 @@ class EvictionCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether drafts can be taken back; ``model.generate`` reads it after the prompt."""
-        states, evicts_later = self.state.states, self.policy.rereads or self.policy.steps is not None
+        states, evicts_later = self.state.states, self.policy.uses_reconstruction or self.policy.steps is not None
         return (states is None or states.go_back) and (self.policy.scorer is None or not evicts_later)
 
     # ---- other sequences

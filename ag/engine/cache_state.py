@@ -15,7 +15,7 @@ from ag.engine.recorded_prompt import RecordedPrompt
 from ag.engine.sequences import SequenceState
 from ag.engine.setup import CacheSetup
 from ag.errors import UserError
-from ag.gates.attach import alike
+from ag.gates.attach import same_gates
 from ag.model.hybrid import States
 from ag.model.support import check_one_position_per_token
 
@@ -63,8 +63,8 @@ class CacheState:
         self.sequences = SequenceState(policy, setup.chunk, None if self.states is None else setup.goes_on)
         numbers = [heads.number for heads in setup.heads]
         self.evictor = None if policy.budget is None else Evictor(policy, setup.budget_layers, numbers)
-        rereader = None if policy.scorer is None else policy.scorer.rereader
-        self.recorded_prompt = None if rereader is None else RecordedPrompt(rereader)
+        reconstruction_scorer = None if policy.scorer is None else policy.scorer.reconstruction_scorer
+        self.recorded_prompt = None if reconstruction_scorer is None else RecordedPrompt(reconstruction_scorer)
         gated_layers = () if gates is None else gates.layer_indices
         self.layers = [
             Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.sharers[index])
@@ -200,7 +200,7 @@ class CacheState:
         same = (
             ("model", setup.decoder is added.decoder),
             ("policy", setup.policy == added.policy),
-            ("gates", alike(setup.gates, added.gates)),
+            ("gates", same_gates(setup.gates, added.gates)),
             ("pool", setup.pool is added.pool),
             ("data types", self.kind is None or other.kind is None or self.kind[:2] == other.kind[:2]),
         )

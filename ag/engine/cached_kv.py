@@ -52,7 +52,7 @@ class CachedKV:
     @property
     def in_order(self) -> bool:
         """Whether the host knows that the token of index n lies in slot n."""
-        return self.batch.fresh
+        return self.batch.is_first_pass
 
     @cached_property
     def _pool_indices(self) -> Tensor:
@@ -61,7 +61,7 @@ class CachedKV:
 
     @cached_property
     def _keys_and_values(self) -> tuple[Tensor, Tensor]:
-        if self.batch.fresh:
+        if self.batch.is_first_pass:
             return self.new_keys, self.new_values
         return read(self.store.pages(self.layer), self._pool_indices)
 
@@ -82,7 +82,7 @@ class CachedKV:
         A token that left the sliding window before the last possible eviction has no slot: whether it is still stored
         depends on when memory was freed. While a prompt is read that is evicted from once, all its tokens have slots.
         """
-        if self.batch.fresh:
+        if self.batch.is_first_pass:
             return self.batch.token_indices[:, None].expand(-1, self.shape[1], -1)
         token_indices = self.store.token_indices(self.layer, all_slots=self.batch.step)
         if self.sequences is not None:

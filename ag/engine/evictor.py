@@ -103,7 +103,7 @@ class Evictor:
             if store not in self._scores or self._scores[store].shape != shape:
                 self._scores[store] = torch.zeros(shape, dtype=torch.float32, device=device)
                 self._nonfinite[store] = torch.zeros(shape[:-1], dtype=torch.int32, device=device)
-        self.step_is_counted = batch.evict is not None and self._host_counts_decode and stores[0].rotation is None
+        self.step_is_counted = batch.evicting is not None and self._host_counts_decode and stores[0].rotation is None
         if not self.step_is_counted:
             return
         layers = self.budgets.layers
@@ -131,11 +131,11 @@ class Evictor:
             stores: the rows of each layer.
             records: the scorer's records of the layer's slots; the scorer may add more.
         """
-        assert batch.evict is not None
+        assert batch.evicting is not None
         store, layer = stores[reader.layer], reader.layer
         counted_step = batch.step and self.step_is_counted
         if not counted_step and not (self._host_counts_prompt if batch.is_prefill else self._host_counts_decode):
-            evicting = None if bool(batch.evict.all()) else batch.evict.to(reader.lengths.device)
+            evicting = None if bool(batch.evicting.all()) else batch.evicting.to(reader.lengths.device)
             keep_masks = self.decide(reader, evicting, records)
             store.put_records(layer, records)
             for rows in dict.fromkeys(stores[index] for index in keep_masks):
@@ -181,11 +181,11 @@ class Evictor:
         The sequences of a batch reach their budgets at different steps. A scorer whose steps no CUDA graph records sees
         only those that are evicted from, unless it notes every query or has sums of all prompts; the others score 0.
         """
-        assert batch.evict is not None
+        assert batch.evicting is not None
         needs, shown, shown_records, sequences = self.needs[not reader.decoding], reader, records, None
-        sees_all = needs.steady or needs.every_query or reader.prompt_sums or bool(batch.evict.all())
+        sees_all = needs.steady or needs.every_query or reader.prompt_sums or bool(batch.evicting.all())
         if batch.step and reader.decoding and not sees_all:
-            sequences = batch.evict.nonzero()[:, 0].to(reader.lengths.device)
+            sequences = batch.evicting.nonzero()[:, 0].to(reader.lengths.device)
             shown, evicting = reader.of_sequences(sequences), evicting[sequences]
             shown_records = {name: record[sequences] for name, record in records.items()}
         inputs = shown.inputs(needs, shown_records, evicting)
@@ -212,7 +212,7 @@ class Evictor:
                 lengths, layers = store.held.clone(), self.budgets.layers
                 lengths[layers] = kept[layers]  # other layers may have freed expired tokens
                 store.shrink_to(slice(None), lengths)
-        if batch.evict is None:
+        if batch.evicting is None:
             return
         self._steps_unchecked += 1
         if not batch.step or self._steps_unchecked >= CHECK_INTERVAL:
@@ -318,7 +318,7 @@ class Evictor:
 
     def _count(self, batch: ForwardBatch, store: KVStore, layers: list[int], sliding_window: int | None) -> KeepCounts:
         """Return how many tokens layers keep; all tensors are on the host."""
-        row_lengths, evicting, prompts = store.held[layers], batch.evict, batch.prompts
+        row_lengths, evicting, prompts = store.held[layers], batch.evicting, batch.prompts
         assert evicting is not None and prompts.capacity is not None
         budget = prompts.capacity.expand(len(layers), -1)
         if batch.is_prefill:

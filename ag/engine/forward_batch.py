@@ -28,13 +28,13 @@ class ForwardBatch:
             means that column j is token j.
         counts: ``[B]`` long on the host, new tokens.
         num_tokens: ``[B]`` long on the host, tokens of each sequence, these included.
-        longest: tokens of the longest sequence.
+        max_length: tokens of the longest sequence.
         settled: ``[B]`` long on the host, how many of these can no longer be taken back; see :class:`SequenceState`.
         prompts: what follows from the prompts.
         is_prefill: whether the tokens belong to the prompt.
         ends_prompt: whether every prompt is read after them.
-        fresh: whether nothing was held before.
-        evict: ``[B]`` bool on the host, the sequences to evict from after these tokens; None means none.
+        is_first_pass: whether nothing was cached before.
+        evicting: ``[B]`` bool on the host, the sequences to evict from after these tokens; None means none.
         step: whether it is one token of each sequence after its prompt; its tensors lie at one address at each step.
         memo: notes of a layer for a later moment of this pass, such as its gate's output.
     """
@@ -43,13 +43,13 @@ class ForwardBatch:
     columns: Tensor | None
     counts: Tensor
     num_tokens: Tensor
-    longest: int
+    max_length: int
     settled: Tensor
     prompts: Prompts
     is_prefill: bool
     ends_prompt: bool
-    fresh: bool
-    evict: Tensor | None = None
+    is_first_pass: bool
+    evicting: Tensor | None = None
     step: bool = False
     memo: dict[Any, Any] = field(default_factory=dict)
 

@@ -102,11 +102,11 @@ class ForwardPass(Interceptor):
         if state.pass_open:
             state.check_whole()
         sequences, (batch, length) = state.sequences, tokens.shape[:2]
-        fresh, ready = not sequences.columns, sequences.ready
+        is_first_pass, ready = not sequences.columns, sequences.ready
         device = tokens.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         kind = next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled()
-        if not fresh and state.kind is not None and state.kind != kind:
+        if not is_first_pass and state.kind is not None and state.kind != kind:
             _check_kind(state.kind, kind)
         state.kind = kind
         if not ready:
@@ -114,13 +114,13 @@ class ForwardPass(Interceptor):
         new = sequences.extend(attention_mask, batch, length, tokens.device)
         if setup.rope is not None:
             check_frequencies(setup.rope, sequences, new, type(decoder).__name__)
-        if fresh:
+        if is_first_pass:
             for store in state.stores:
                 store.start(batch)
         elif setup.pool.fixed:
             self._check_room(new)
         state.pass_open, self._length = True, length  # until the end of the last pass
-        if fresh and setup.policy.budget is None and setup.gates is None:  # all that comes stays
+        if is_first_pass and setup.policy.budget is None and setup.gates is None:  # all that comes stays
             setup.pool.reserve(sum(store.demand(new.sum(1).cpu()) for store in state.stores))
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
             self.batch = step = sequences.step()

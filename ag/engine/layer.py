@@ -96,12 +96,12 @@ class Layer:
         self.window, self.has_hidden = call.window, call.window is not None or self.visible_unflagged is not None
         self.chunk = call.chunk
         counts_held = store.rotation is not None and store.rotation.counts_held
-        if (counts_held or self.chunk is not None) and not batch.fresh:  # tokens that no new one sees go first
+        if (counts_held or self.chunk is not None) and not batch.is_first_pass:  # tokens that no new one sees go first
             first = batch.num_tokens - batch.counts
             if counts_held or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
                 self._remove_hidden(batch, store, first, batch.counts[:, None] if batch.step else 0)
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
-        if self.sharers and not batch.fresh:  # nothing goes before the last of them has attended to it
+        if self.sharers and not batch.is_first_pass:  # nothing goes before the last of them has attended to it
             key = "sharers", self.index
             left, placed, weights, evictor = batch.memo.get(key, (self.sharers, placed, weights, evictor))
             batch.memo[key] = left - 1, placed, weights, evictor
@@ -116,7 +116,7 @@ class Layer:
                 last = self.policy.lookback if batch.is_prefill else needs.lookback
                 if last:
                     queries = self._add_past_queries(queries, batch, store, last)
-                if batch.evict is not None or needs.every_query:
+                if batch.evicting is not None or needs.every_query:
                     self._score_and_evict(placed, batch, stores, evictor, queries, weights=weights)
         if self.has_hidden and not batch.step:  # after a step ForwardPass.end_pass does it for all layers
             self.remove_hidden_if_many(batch, store)
@@ -147,15 +147,15 @@ class Layer:
                 batch.memo["gate", self.index] = gate
         if call.mask is not None and recent is not None:
             raise UserError("Tokens of an image see later ones: expected gates that read a prompt densely.")
-        if batch.fresh and recent is None:  # left-aligned: padding comes last, where no token sees it
+        if batch.is_first_pass and recent is None:  # left-aligned: padding comes last, where no token sees it
             return call.dense(None, left_padded=False), None, call
-        if batch.fresh and recent and gate is not None:
+        if batch.is_first_pass and recent and gate is not None:
             valid = batch.token_indices >= 0 if batch.padded else None
             arguments = placed.q, placed.k, placed.v, gate, valid, call.scaling, recent
             return gated_prefill(*arguments, window=call.window, softmax=call.softmax), None, placed
         free = batch.step and call.window is None and recent is None  # a new token sees all that is held
         needs = None if evictor is None or not batch.step or call.shared else evictor.needs[batch.is_prefill]
-        weigh = needs is not None and needs.step_weights and (batch.evict is not None or bool(needs.every_query))
+        weigh = needs is not None and needs.step_weights and (batch.evicting is not None or bool(needs.every_query))
         query_indices = None if free else batch.token_indices
         options = call.scaling, call.window, recent, call.softmax, weigh
         out, weights = paged_attention(placed.q, pages, query_indices, *options)
@@ -224,13 +224,13 @@ class Layer:
         weights: Tensor | None = None,
         known_records: Records | None = None,
     ) -> None:
-        """Let the scorer note the pass, and evict from the sequences ``batch.evict``, if there are some."""
+        """Let the scorer note the pass, and evict from the sequences ``batch.evicting``, if there are some."""
         store = stores[self.index]
         reader = self._reader(call, batch, store, queries, weights)
         slots = reader.cached.shape[2]
         records = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # of no further free slots
         records |= known_records or {}
-        if batch.evict is not None:
+        if batch.evicting is not None:
             return evictor.evict(reader, batch, stores, records)
         needs = evictor.needs[batch.is_prefill]
         evictor.scorer.note(reader.inputs(needs, records, only_noted=True), records)
@@ -252,7 +252,7 @@ class Layer:
             lengths=lengths,
             sliding_window=call.window,
             prefill_chunk=self.policy.block,
-            same_for_all_heads=batch.fresh or self.policy.alike,
+            same_for_all_heads=batch.is_first_pass or self.policy.same_for_all_heads,
         )
         rotated_queries, query_indices, query_valid = queries
         return LayerReader(
@@ -262,7 +262,7 @@ class Layer:
             query_valid=query_valid,
             num_new=call.q.shape[2],
             lengths=lengths,
-            max_length=batch.longest,
+            max_length=batch.max_length,
             prompt_lengths=batch.prompts.lengths_on_device,
             scaling=call.scaling,
             step_weights=weights,

@@ -71,14 +71,14 @@ class Policy:
         return 1 if "every" in parts else next(counted, None)
 
     @cached_property
-    def rereads(self) -> bool:
+    def uses_reconstruction(self) -> bool:
         """Whether the model repeats a prompt, and the repetition scores its tokens once."""
-        return self.scorer is not None and self.scorer.rereader is not None
+        return self.scorer is not None and self.scorer.reconstruction_scorer is not None
 
     @cached_property
-    def alike(self) -> bool:
+    def same_for_all_heads(self) -> bool:
         """Whether all KV heads of a layer hold equal tokens in equal slots, because all evictions agree."""
-        return self.scorer is not None and self.scorer.alike and not self.allocator.compares_heads
+        return self.scorer is not None and self.scorer.same_for_all_heads and not self.allocator.compares_heads
 
     def asks_later(self, gates: AttentionGates | None) -> bool:
         """Whether gates also run on the tokens that follow the prompt."""
@@ -114,7 +114,7 @@ class Policy:
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision needs beside the new ones."""
         needed = max(self.allocator.needs.lookback, 0 if self.scorer is None else self.scorer.needs.lookback)
-        return needed + self.rereads  # after a repetition nothing is new
+        return needed + self.uses_reconstruction  # after a repetition nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:
         """Return the tokens per KV head ``[B]`` that the budget allows prompts of ``lengths`` ``[B]`` tokens."""

@@ -71,14 +71,14 @@ def read_prompt(
             together["" if plain else cache.policy.positions].append(cache)
     shared: dict[EvictionCache, Tensor] = {}
     for group in together.values():
-        shared |= dict.fromkeys(group, read({"gating": Together(group), "use_cache": False}))
+        shared |= dict.fromkeys(group, read({"gating": SharedPromptPass(group), "use_cache": False}))
         for cache in group[1:]:
             cache.state.states = copy.deepcopy(group[0].state.states)
     return [(cache, shared[cache] if cache in shared else read({"past_key_values": cache})) for cache in caches]
 
 
 @dataclass
-class Attended(AttentionCall):
+class PrecomputedAttention(AttentionCall):
     """A call with its dense attention, computed before."""
 
     output: Tensor = field(kw_only=True)
@@ -88,7 +88,7 @@ class Attended(AttentionCall):
         return self.output
 
 
-class Together(Interceptor):
+class SharedPromptPass(Interceptor):
     """Several empty caches that read one forward pass; nothing is evicted before its end."""
 
     def __init__(self, caches: list[EvictionCache]) -> None:
@@ -122,7 +122,7 @@ class Together(Interceptor):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend once, and hand the result to each cache."""
         output = call.dense(None, left_padded=False)  # blocks are left-aligned
-        shared_results = Attended(**vars(call), output=output)
+        shared_results = PrecomputedAttention(**vars(call), output=output)
         for cache in self.caches:
             cache.interceptor.attend(shared_results)
         return output

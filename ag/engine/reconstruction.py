@@ -90,7 +90,7 @@ def _evict(state: CacheState, batch: ForwardBatch, measured: Measured) -> None:
     capacity = batch.prompts.capacity
     assert capacity is not None and state.evictor is not None and state.recorded_prompt is not None
     everyone = torch.ones(len(state.sequences), dtype=torch.bool)
-    batch = replace(batch, fresh=False, evict=everyone)
+    batch = replace(batch, is_first_pass=False, evicting=everyone)
     for layer, scores in measured.scores.items():
         part, call = state.layers[layer], state.recorded_prompt.calls[layer]
         part.watch = Stopwatch(part.watch.seconds + measured.seconds / len(measured.scores))
@@ -139,10 +139,10 @@ class Repetition(Interceptor):
             columns=None,
             counts=counts,
             num_tokens=sequences.num_tokens + counts,
-            longest=int((sequences.num_tokens + counts).max()),
+            max_length=int((sequences.num_tokens + counts).max()),
             is_prefill=False,
             ends_prompt=False,
-            fresh=False,
+            is_first_pass=False,
             memo={},
         )
         position_ids = (following.to(device)[:, None] + columns.to(device)).where(valid.to(device), 0)

@@ -203,37 +203,37 @@ class SequenceState:
     def _count_and_schedule(
         self, token_indices: Tensor, columns: Tensor | None, counts: Tensor, *, is_prefill: bool, step: bool = False
     ) -> ForwardBatch:
-        fresh, old_tokens = not bool(self.num_tokens.any()), self.num_tokens
+        is_first_pass, old_tokens = not bool(self.num_tokens.any()), self.num_tokens
         prompts = self._prompts
         if prompts is None or prompts.lengths is not self.prompt_len or prompts.protected is not self.protected:
             capacity = None if self.policy.budget is None else self.policy.capacity(self.prompt_len)
             marks = None if self.protected is None else self.protected.to(token_indices.device)
             lengths_device = self.prompt_len.to(token_indices.device)
             prompts = self._prompts = Prompts(self.prompt_len, self.protected, capacity, lengths_device, marks)
-        evict = self._should_evict(counts, is_prefill, prompts.capacity)
+        evicting = self._should_evict(counts, is_prefill, prompts.capacity)
         self.num_tokens, self.num_held = old_tokens + counts, self.num_held + counts
         self.settled = self.num_tokens if is_prefill else old_tokens
-        if evict is not None and prompts.capacity is not None:
-            self.note_eviction(evict, prompts.capacity)
+        if evicting is not None and prompts.capacity is not None:
+            self.note_eviction(evicting, prompts.capacity)
         return ForwardBatch(
             token_indices=token_indices,
             columns=columns,
             counts=counts,
             num_tokens=self.num_tokens,
-            longest=int(self.num_tokens.max()),
+            max_length=int(self.num_tokens.max()),
             settled=self.settled,
             prompts=prompts,
             is_prefill=is_prefill,
             ends_prompt=is_prefill and bool((self.num_tokens >= self.prompt_len).all()),
-            fresh=fresh,
-            evict=evict,
+            is_first_pass=is_first_pass,
+            evicting=evicting,
             step=step,
         )
 
-    def note_eviction(self, evict: Tensor, capacity: Tensor) -> None:
+    def note_eviction(self, evicting: Tensor, capacity: Tensor) -> None:
         """Note that these sequences ``[B]`` bool are evicted from, down to a capacity ``[B]``."""
-        self.num_held = self.num_held.where(~evict, self.num_held.minimum(capacity))
-        self.evicted_at = self.evicted_at.where(~evict, self.num_tokens)
+        self.num_held = self.num_held.where(~evicting, self.num_held.minimum(capacity))
+        self.evicted_at = self.evicted_at.where(~evicting, self.num_tokens)
 
     def may_evict(self, counts: Tensor) -> bool:
         """Return whether these numbers of new tokens ``[B]`` make an eviction due."""
@@ -244,20 +244,20 @@ class SequenceState:
         """Return the sequences to evict from after ``counts`` ``[B]`` new tokens, ``[B]`` bool; None means none.
 
         The schedule is one rule: at the end of a prompt, or of a chunk of it, a sequence is evicted down to its budget.
-        Behind the prompt that happens whenever it holds its budget and an interval more.
+        After the prompt that happens whenever it holds its budget and an interval more.
         """
         policy = self.policy
-        if capacity is None or policy.rereads or not (is_prefill or policy.steps):
+        if capacity is None or policy.uses_reconstruction or not (is_prefill or policy.steps):
             return None
         if is_prefill:
             tokens = self.num_tokens + counts
             ends = tokens == self.prompt_len
             if policy.block is not None:
                 ends |= tokens % policy.block == 0
-            evict = (counts > 0) & ends
+            evicting = (counts > 0) & ends
         else:
-            evict = (counts > 0) & (self.num_held + counts >= capacity + (policy.steps or 0))
-        return evict if bool(evict.any()) else None
+            evicting = (counts > 0) & (self.num_held + counts >= capacity + (policy.steps or 0))
+        return evicting if bool(evicting.any()) else None
 
     # ---- going back, other sequences
 

@@ -163,7 +163,7 @@ def _check_needs(policy: Policy, decoder: Any) -> None:
         )
     if policy.scorer is None:
         return
-    if policy.rereads:
+    if policy.uses_reconstruction:
         check_one_position_per_token(decoder, repr(policy))
         if not states_go_on(decoder):
             raise UserError(

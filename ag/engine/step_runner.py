@@ -116,7 +116,7 @@ class StepRunner:
         state, setup, batch = self.cache.state, self.cache.setup, self.cache.interceptor.batch
         assert batch is not None
         policy, evictor = setup.policy, state.evictor
-        evicts = batch.evict is not None
+        evicts = batch.evicting is not None
         acts = policy.steps is not None
         waits = evictor is not None and evicts and not evictor.step_is_counted
         if evictor is not None and acts and (waits or not evictor.scorer.needs.steady):
@@ -126,7 +126,7 @@ class StepRunner:
             return None
         if setup.rope is not None and not setup.rope.steady(state.sequences.text_len):
             return None
-        return evicts, -(-batch.longest // COLUMNS) if acts else 0, gates
+        return evicts, -(-batch.max_length // COLUMNS) if acts else 0, gates
 
     def _run(self, tokens: Tensor) -> Tensor:
         out = self.model(

@@ -66,7 +66,7 @@ def detach(model: nn.Module) -> None:
     restore(model)
 
 
-def alike(first: AttentionGates | None, second: AttentionGates | None) -> bool:
+def same_gates(first: AttentionGates | None, second: AttentionGates | None) -> bool:
     """Whether two gates are one object, or have equal configurations and weights."""
     if first is second:
         return True

@@ -120,8 +120,8 @@ class Admission:
 
     def _reconstruction_tokens(self, request: Request) -> int:
         """Return how many tokens of a reconstruction pass are cached at once beside the prompt."""
-        rereader = None if self.policy.scorer is None else self.policy.scorer.rereader
-        inputs = [] if rereader is None else rereader.inputs([*request.tokens])
+        reconstruction_scorer = None if self.policy.scorer is None else self.policy.scorer.reconstruction_scorer
+        inputs = [] if reconstruction_scorer is None else reconstruction_scorer.inputs([*request.tokens])
         return max((len(repeated_tokens) for _, repeated_tokens in inputs), default=0)
 
     def _blocks(self, tokens: int, unevicted: int, expired_slack: int) -> int:

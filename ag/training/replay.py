@@ -29,7 +29,7 @@ from ag.data.rows import Row
 from ag.data.sources import DataError
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
-from ag.engine.prompt import Attended
+from ag.engine.prompt import PrecomputedAttention
 from ag.engine.reconstruction import measure_repetition
 from ag.errors import UserError
 from ag.files import replacing
@@ -118,7 +118,7 @@ class TargetRecorder(PromptRecorder):
     def attend(self, call: AttentionCall) -> Tensor:
         """Store keys and values, also in the cache, and attend densely."""
         out = super().attend(call)
-        self._cache.interceptor.attend(Attended(**vars(call), output=out))
+        self._cache.interceptor.attend(PrecomputedAttention(**vars(call), output=out))
         return out
 
 

@@ -254,7 +254,8 @@ def test_heads_that_are_evicted_alike_hold_the_same_slots(tiny_llama, name, sche
     """What the mean over a layer's heads relies on, also behind forks and joins."""
     model = tiny_llama()
     policy = ag.policy(name, 10, schedule)
-    assert policy.alike and not ag.policy("tova@heads", 10).alike and not ag.policy("tova+caote", 10).alike
+    assert policy.same_for_all_heads
+    assert not any(ag.policy(other, 10).same_for_all_heads for other in ("tova@heads", "tova+caote"))
     pool = ag.Pool(model, 1 << 20)
     caches = [EvictionCache(model, policy, pool=pool) for _ in range(2)]
     ids, mask = torch.stack([row(60, 1), row(60, 2)]), torch.ones(2, 60, dtype=torch.long)

@@ -82,10 +82,10 @@ def test_evictions_are_due_when_they_are_in_the_cache(schedule, budget):
         sequences, due = SequenceState(ag.policy("knorm", budget, schedule)), []
         new = sequences.extend(None, 1, prompt, torch.device("cpu"))
         passes = [*sequences.batches(new)]
-        due = [int(x.num_tokens[0]) for x in passes if x.evict is not None]
+        due = [int(x.num_tokens[0]) for x in passes if x.evicting is not None]
         for _ in range(80):
             sequences.extend(None, 1, 1, torch.device("cpu"))
-            if sequences.step().evict is not None:
+            if sequences.step().evicting is not None:
                 due.append(int(sequences.num_tokens[0]))
         made = geometry(Settings("knorm", budget, f'{{"schedule": "{schedule}"}}'))
         placement = place(made, prompt)

@@ -77,12 +77,12 @@ class Scorer(ABC):
         return self
 
     @property
-    def alike(self) -> bool:
+    def same_for_all_heads(self) -> bool:
         """Whether the score of a token is equal in all KV heads, if these hold equal tokens in equal slots."""
         return False
 
     @property
-    def rereader(self) -> Any:
+    def reconstruction_scorer(self) -> Any:
         """The scorer that lets the model repeat a prompt, which is evicted from once after that. None: no scorer."""
         return None
 

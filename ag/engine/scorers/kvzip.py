@@ -86,7 +86,7 @@ class KVzip(Scorer):
         return replace(self, **ids)
 
     @property
-    def rereader(self) -> KVzip:
+    def reconstruction_scorer(self) -> KVzip:
         """The scorer itself."""
         return self
 

@@ -85,16 +85,16 @@ class RKV(Scorer):
         keys = F.normalize(inputs.keys.float().masked_fill(~valid[..., None], 0.0), dim=-1)
         token_indices = inputs.key_indices.masked_fill(~valid, -1)
         slots = torch.arange(keys.shape[2], device=keys.device)
-        alike = torch.zeros(keys.shape[:3], device=keys.device)
-        for query_slots in slots.split(max(1, PAIRS // max(1, alike.numel()))):
+        similarity_sum = torch.zeros(keys.shape[:3], device=keys.device)
+        for query_slots in slots.split(max(1, PAIRS // max(1, similarity_sum.numel()))):
             cosine = (keys[:, :, query_slots] @ keys.mT).masked_fill_(slots == query_slots[:, None], 0.0)
             newest, newest_slot = torch.where(cosine > self.threshold, token_indices[:, :, None], -1).max(
                 -1, keepdim=True
             )
             dropped = torch.where(newest >= 0, newest_slot, len(slots))  # past the end: none
             cosine = F.pad(cosine, (0, 1)).scatter_(-1, dropped, 0.0)[..., :-1]
-            alike += cosine.sum(2)
-        mean = alike / valid.sum(-1, keepdim=True).clamp_min(1)
+            similarity_sum += cosine.sum(2)
+        mean = similarity_sum / valid.sum(-1, keepdim=True).clamp_min(1)
         return mean.masked_fill(~valid, float("-inf")).softmax(-1)
 
     def limits(self, capacity: Tensor) -> tuple[int, int]:

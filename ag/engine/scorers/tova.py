@@ -30,7 +30,7 @@ class Tova(RowScorer):
     needs = Needs(attention_sums=1, steady=True)
 
     @property
-    def alike(self) -> bool:
+    def same_for_all_heads(self) -> bool:
         """Whether all KV heads share the score of the layer."""
         return self.scope == "layer"
 

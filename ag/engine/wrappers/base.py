@@ -63,9 +63,9 @@ class Wrapper(Scorer):
         self.inner.note(inputs, records)
 
     @property
-    def rereader(self) -> Any:
+    def reconstruction_scorer(self) -> Any:
         """The inner scorer, if it lets the model repeat the prompt."""
-        return self.inner.rereader
+        return self.inner.reconstruction_scorer
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the wrapper on an inner scorer with the instructions of a tokenizer."""
