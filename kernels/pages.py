@@ -29,15 +29,15 @@ class Facts(NamedTuple):
 class _Pages(NamedTuple):
     """The columns of a pool of P pages, and R = B Hkv rows that lie in it.
 
-    Row ``b * Hkv + h`` is KV head h of sequence b. Slot t of row r lies in page ``table[r, t // page]``, at place
-    ``t % page``; its first ``lengths[r]`` slots hold tokens, in any order.
+    Row ``b * Hkv + h`` is KV head h of sequence b. Slot t of row r lies in block ``block_table[r, t // page]``, at
+    offset ``t % page``; its first ``lengths[r]`` slots hold tokens, in any order.
     """
 
     keys: Tensor  # [P, page, D], or the bytes [P, page, n] of codes, like the next
     values: Tensor  # [P, page, Dv]
-    token_indices: Tensor  # [P, page] int32, the place of each token in its sequence, padding not counted
+    token_indices: Tensor  # [P, page] int32, the index of each token in its sequence, padding not counted
     gate: Tensor | None  # [P, page], the gate output of each token; None means that the model has no gate
-    table: Tensor  # [R, most] int32; entries after a row's last page are undefined
+    block_table: Tensor  # [R, W] int32; entries after a row's last block are undefined
     lengths: Tensor  # [R] int32
     format: Format | None = None  # format of the codes. None: keys and values are not quantised
 
@@ -76,14 +76,14 @@ class Pages(_Pages):
         for column, width, dtype in zip((self.keys, self.values), self.channels, self.dtypes, strict=True):
             numbers += column.data_ptr(), width, TYPES.get(dtype, -1), self.format is not None
             numbers.append(column.stride(1) * column.element_size())
-        numbers += self.token_indices.data_ptr(), self.table.data_ptr(), self.lengths.data_ptr()
-        numbers += len(self.table), self.table.stride(0), self.keys.shape[1]
+        numbers += self.token_indices.data_ptr(), self.block_table.data_ptr(), self.lengths.data_ptr()
+        numbers += len(self.block_table), self.block_table.stride(0), self.keys.shape[1]
         return (ctypes.c_int64 * len(numbers))(*numbers)
 
     @cached_property
     def facts(self) -> Facts:
         """The properties that decide which version of an operation runs."""
-        contiguous = all(x.is_contiguous() for x in (*self.columns, self.table, self.lengths))
+        contiguous = all(x.is_contiguous() for x in (*self.columns, self.block_table, self.lengths))
         return Facts(
             device=self.keys.device.type,
             dtypes=self.dtypes,

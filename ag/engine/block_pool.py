@@ -245,7 +245,7 @@ class BlockPool:
         """Release the blocks of stores that are gone."""
         while self._dropped:
             table, owned, _ = self._holders.pop(self._dropped.pop())
-            self.release(table.cpu()[places_of(0, owned)].long())
+            self.release(table.cpu()[table_indices(0, owned)].long())
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the contents of blocks ``[n]`` to others."""
@@ -332,7 +332,7 @@ class Pool(BlockPool):
             )
 
 
-def places_of(first: Tensor | int, end: Tensor) -> tuple[Tensor, ...]:
+def table_indices(first: Tensor | int, end: Tensor) -> tuple[Tensor, ...]:
     """Return the indices of the places ``[first, end)`` in each row of a block table.
 
     Args:

@@ -99,7 +99,7 @@ class Evictor:
         for store in stores if self._host_counts_decode and self.policy.steps is not None else ():
             if not store.stacked:
                 store.stack_records()
-            shape, device = (*store.held.shape, store.slots), store.table.device
+            shape, device = (*store.lengths_cpu.shape, store.slots), store.block_table.device
             if store not in self._scores or self._scores[store].shape != shape:
                 self._scores[store] = torch.zeros(shape, dtype=torch.float32, device=device)
                 self._nonfinite[store] = torch.zeros(shape[:-1], dtype=torch.int32, device=device)
@@ -109,13 +109,13 @@ class Evictor:
         layers = self.budgets.layers
         for store in stores:
             counts, old = self._count(batch, store, layers, sliding_window), self._step.get(store)
-            self._kept[store] = kept = store.held.clone()
+            self._kept[store] = kept = store.lengths_cpu.clone()
             kept[layers] = counts.kept
-            store.make_own(slice(None), kept)
+            store.unshare_for_eviction(slice(None), kept)
             self._layers_left[store] = int(store.layer_mask[layers].sum())
             counts = counts._replace(keep_count=kept.flatten().int())
             if old is None or old.keep_count.shape != counts.keep_count.shape:
-                self._step[store] = counts.to(store.table.device)
+                self._step[store] = counts.to(store.block_table.device)
                 continue
             for on_device, on_host in zip(old[1:], counts[1:], strict=True):
                 on_device.copy_(on_host, non_blocking=True)  # the host does not wait, as its memory is not pinned
@@ -159,7 +159,7 @@ class Evictor:
             if self._layers_left[store]:
                 return
             score, token_index = self._scores[store], store.all_token_indices()
-        elif bool((counts.kept[0] < store.held[layer]).any()):
+        elif bool((counts.kept[0] < store.lengths_cpu[layer]).any()):
             score, token_index = score.float(), reader.distinct_indices
         else:
             return
@@ -209,7 +209,7 @@ class Evictor:
         """
         if batch.step and self.step_is_counted:
             for store, kept in self._kept.items():
-                lengths, layers = store.held.clone(), self.budgets.layers
+                lengths, layers = store.lengths_cpu.clone(), self.budgets.layers
                 lengths[layers] = kept[layers]  # other layers may have freed expired tokens
                 store.shrink_to(slice(None), lengths)
         if batch.evicting is None:
@@ -318,7 +318,7 @@ class Evictor:
 
     def _count(self, batch: ForwardBatch, store: KVStore, layers: list[int], sliding_window: int | None) -> KeepCounts:
         """Return how many tokens layers keep; all tensors are on the host."""
-        row_lengths, evicting, prompts = store.held[layers], batch.evicting, batch.prompts
+        row_lengths, evicting, prompts = store.lengths_cpu[layers], batch.evicting, batch.prompts
         assert evicting is not None and prompts.capacity is not None
         budget = prompts.capacity.expand(len(layers), -1)
         if batch.is_prefill:

@@ -116,12 +116,12 @@ class ForwardPass(Interceptor):
             check_frequencies(setup.rope, sequences, new, type(decoder).__name__)
         if is_first_pass:
             for store in state.stores:
-                store.start(batch)
+                store.start_batch(batch)
         elif setup.pool.fixed:
             self._check_room(new)
         state.pass_open, self._length = True, length  # until the end of the last pass
         if is_first_pass and setup.policy.budget is None and setup.gates is None:  # all that comes stays
-            setup.pool.reserve(sum(store.demand(new.sum(1).cpu()) for store in state.stores))
+            setup.pool.reserve(sum(store.blocks_needed(new.sum(1).cpu()) for store in state.stores))
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
             self.batch = step = sequences.step()
             for store in state.stores:
@@ -155,9 +155,9 @@ class ForwardPass(Interceptor):
         # keys that are rotated again are written anew
         evicts = self.setup.rotation is not None or sequences.may_evict(counts)
         # fewer copies are needed once nothing else refers to the blocks
-        if not self.setup.pool.has(lambda: sum(store.demand(counts, evicts) for store in stores)):
+        if not self.setup.pool.has(lambda: sum(store.blocks_needed(counts, evicts) for store in stores)):
             sequences.take_back(new)
-            needed = sum(store.demand(counts, evicts) for store in stores)
+            needed = sum(store.blocks_needed(counts, evicts) for store in stores)
             raise self.setup.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
 
     # ---- passes

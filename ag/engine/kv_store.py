@@ -9,21 +9,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ag import retention
-from ag.engine.block_pool import BLOCK, BlockPool, places_of
+from ag.engine.block_pool import BLOCK, BlockPool, table_indices
 from ag.engine.positions import Turned
 from ag.engine.records import Records, concat_records, fit
 from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
 from ag.model.geometry import KVHeads
 
-ROWS = "held", "owned", "shared", "table", "lengths"  # contents of each row, [L, B, Hkv, ...]
+ROWS = (
+    "lengths_cpu",
+    "block_counts",
+    "shared_block_counts",
+    "block_table",
+    "lengths",
+)  # contents of each row, [L, B, Hkv, ...]
 
 
 class KVStore:
     """Block tables of all layers with equal number and size of KV heads; one row is one (layer, sequence, KV head).
 
-    Slots of a row have no order: each token is stored with its index. ``held`` counts the tokens of each row on the
-    host, and ``lengths`` on the device. In models whose layers differ the rows of other layers stay empty.
+    Slots of a row have no order: each token is stored with its index. ``lengths_cpu`` counts the tokens of each row on
+    the host, and ``lengths`` on the device. In models whose layers differ the rows of other layers stay empty.
 
     Args:
         pool: where blocks come from.
@@ -45,7 +51,7 @@ class KVStore:
         self.pool, self.layers, self.kv_heads, self.gate_type = pool, len(heads), head_shape.number, gate
         self.size = pool.sizes.index((head_shape.key, head_shape.value))
         #: Tokens of a block.
-        self.block = pool.tokens[self.size]
+        self.block_size = pool.tokens[self.size]
         #: ``[L, 1, 1]`` long, 1 for layers that are held here, else 0.
         self.layer_mask = torch.tensor([layer == head_shape for layer in heads]).long()[:, None, None]
         #: The scorer's records of each layer's tokens, float32 ``[B, C.., S]`` by slot, 0 on free slots.
@@ -54,21 +60,23 @@ class KVStore:
 
     def _begin(self, batch: int) -> None:
         shape = self.layers, batch, self.kv_heads
-        self.table = torch.zeros(*shape, 0, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv, W]
+        self.block_table = torch.zeros(*shape, 0, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv, W]
         self.lengths = torch.zeros(shape, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv]
-        self.held = torch.zeros(shape, dtype=torch.long)  # [L, B, Hkv]
-        self.owned = torch.zeros(shape, dtype=torch.long)  # blocks of each row
-        self.shared = torch.zeros(shape, dtype=torch.long)  # first blocks of each row that other rows may refer to
+        self.lengths_cpu = torch.zeros(shape, dtype=torch.long)  # [L, B, Hkv]
+        self.block_counts = torch.zeros(shape, dtype=torch.long)  # blocks of each row
+        self.shared_block_counts = torch.zeros(
+            shape, dtype=torch.long
+        )  # first blocks of each row that other rows may refer to
         self._pages: dict[int, Pages] = {}
         self._stacks: dict[str, Tensor] = {}  # [L, ...], each record of all layers
         #: Whether the records of each layer are views of these.
         self.stacked = False
         #: A new object whenever tables, lengths or records move to other memory.
         self.memory = object()
-        self._holder = [self.table, self.owned, self._pages]
+        self._holder = [self.block_table, self.block_counts, self._pages]
         self.pool.serve(self, self._holder)
 
-    def start(self, batch: int) -> None:
+    def start_batch(self, batch: int) -> None:
         """Begin with a number of empty sequences."""
         self.select(torch.zeros(0, dtype=torch.long))
         for name in ROWS:
@@ -80,7 +88,7 @@ class KVStore:
     def fork(self) -> KVStore:
         """Return a copy that shares all blocks until one of the two writes."""
         new = KVStore(self.pool, self.heads, self.head_shape, self.gate_type, self.rotation)
-        self.shared = self.owned.clone()
+        self.shared_block_counts = self.block_counts.clone()
         for name in ROWS:
             setattr(new, name, getattr(self, name).clone())
         new.records = [{name: x.clone() for name, x in records.items()} for records in self.records]
@@ -93,26 +101,26 @@ class KVStore:
         self._pages.clear()
         self.stacked = False
         self.memory = object()
-        self._holder[:] = self.table, self.owned, self._pages
+        self._holder[:] = self.block_table, self.block_counts, self._pages
 
     # ---- contents
 
     @property
     def slots(self) -> int:
         """Slots of each row in the table, free ones included."""
-        return self.table.shape[-1] * self.block
+        return self.block_table.shape[-1] * self.block_size
 
     def pages(self, layer: int) -> Pages:
         """Return a layer's rows as kernels take them."""
         if layer not in self._pages:
-            table, lengths = self.table[layer].flatten(0, 1), self.lengths[layer].flatten()
+            table, lengths = self.block_table[layer].flatten(0, 1), self.lengths[layer].flatten()
             columns, coded = self.pool.views(self.size, self.gate_type), self.pool.formats[self.size]
             self._pages[layer] = Pages(*columns, table, lengths, coded)
         return self._pages[layer]
 
     def blocks(self) -> Tensor:
         """Return the blocks that rows refer to, ``[n]`` long on the CPU; a shared one as often as rows share it."""
-        return self.table.cpu()[places_of(0, self.owned)].long()
+        return self.block_table.cpu()[table_indices(0, self.block_counts)].long()
 
     def num_blocks(self) -> int:
         """Return the number of different blocks that rows refer to."""
@@ -128,7 +136,7 @@ class KVStore:
         N is the tokens of the longest row, or with ``all_slots`` the slots of the table, which no step changes.
         """
         blocks, count = self._table(layer, all_slots)
-        indices = blocks[..., None] * self.block + torch.arange(self.block, device=blocks.device)
+        indices = blocks[..., None] * self.block_size + torch.arange(self.block_size, device=blocks.device)
         return indices.flatten(-2)[..., :count]
 
     def token_indices(self, layer: int, *, all_slots: bool = False) -> Tensor:
@@ -147,9 +155,9 @@ class KVStore:
 
     def _table(self, layer: int, all_slots: bool) -> tuple[Tensor, int]:
         """Return the blocks ``[B, Hkv, W']`` long of a layer's slots, and the number of these slots."""
-        table = self.table[layer]
-        count = self.slots if all_slots else max([0, *self.held[layer].flatten().tolist()])
-        return table[..., : -(-count // self.block)].long(), count
+        table = self.block_table[layer]
+        count = self.slots if all_slots else max([0, *self.lengths_cpu[layer].flatten().tolist()])
+        return table[..., : -(-count // self.block_size)].long(), count
 
     # ---- tokens come
 
@@ -163,69 +171,73 @@ class KVStore:
         Raises ``PoolFullError``, and changes nothing, when the pool is too small.
         """
         wide = tokens[:, None] * self.layer_mask[layers]
-        owned, held_by_row, block = self.owned[layers], self.held[layers], self.block
-        need = (-(-(held_by_row + wide) // block) - owned).clamp_min(0)
+        owned, lengths, block = self.block_counts[layers], self.lengths_cpu[layers], self.block_size
+        need = (-(-(lengths + wide) // block) - owned).clamp_min(0)
         if bool(need.any()):
             self.allocate(layers, need)
-        self._unshare(layers, held_by_row // block, self.shared[layers].where(wide > 0, 0))
-        held_by_row += wide  # a view of self.held; kv_append counts in self.lengths, on the device
+        self._unshare(layers, lengths // block, self.shared_block_counts[layers].where(wide > 0, 0))
+        lengths += wide  # a view of self.lengths_cpu; kv_append counts in self.lengths, on the device
 
     def allocate(self, layers: slice, need: Tensor) -> None:
         """Give rows ``need`` ``[L', B, Hkv]`` more blocks."""
-        owned = self.owned[layers]
-        fresh = self.pool.allocate(int(need.sum()))
+        owned = self.block_counts[layers]
+        new_blocks = self.pool.allocate(int(need.sum()))
         self._widen(int((owned + need).max()))
-        _put(self.table[layers], places_of(owned, owned + need), fresh)
+        _write_table(self.block_table[layers], table_indices(owned, owned + need), new_blocks)
         owned += need
 
-    def demand(self, tokens: Tensor, evicts: bool = False) -> int:
+    def blocks_needed(self, tokens: Tensor, evicts: bool = False) -> int:
         """Return the most blocks that a pass of ``tokens`` ``[B]`` new tokens takes before its eviction.
 
         If an eviction is due (``evicts``), shared blocks are copied.
         """
         wide = tokens[:, None] * self.layer_mask
-        fresh = (-(-(self.held + wide) // self.block) - self.owned).clamp_min(0)
-        _, copied = self._copied(slice(None), 0 if evicts else self.held // self.block, self.shared.where(wide > 0, 0))
-        return int(fresh.sum()) + len(copied)
+        new_blocks = (-(-(self.lengths_cpu + wide) // self.block_size) - self.block_counts).clamp_min(0)
+        _, copied = self._copied(
+            slice(None),
+            0 if evicts else self.lengths_cpu // self.block_size,
+            self.shared_block_counts.where(wide > 0, 0),
+        )
+        return int(new_blocks.sum()) + len(copied)
 
     def _widen(self, blocks: int) -> None:
         """Give the table room for a number of blocks a row, and the records for their slots."""
-        width = self.table.shape[-1]
+        width = self.block_table.shape[-1]
         if blocks <= width:
             return
-        self.table = F.pad(self.table, (0, max(blocks - width, width // 8, 8)))
+        self.block_table = F.pad(self.block_table, (0, max(blocks - width, width // 8, 8)))
         self._moved()
         for records in self.records:
             fit(records, self.slots)
 
     def _unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
         """Replace the shared blocks in ``[first, end)`` of rows by copies, before they are written."""
-        table, shared = self.table[layers], self.shared[layers]
+        table, shared = self.block_table[layers], self.shared_block_counts[layers]
         first, end = torch.as_tensor(first).minimum(shared), end.minimum(shared)
         if not bool((first < end).any()):
             return
         at, copied = self._copied(layers, first, end)
         if len(copied):
-            fresh = self.pool.allocate(len(copied))
-            self.pool.copy(copied, fresh)
+            new_blocks = self.pool.allocate(len(copied))
+            self.pool.copy(copied, new_blocks)
             self.pool.release(copied)
-            _put(table, at, fresh)
-        self.shared[layers] = first.where(end == shared, shared)
+            _write_table(table, at, new_blocks)
+        self.shared_block_counts[layers] = first.where(end == shared, shared)
 
     def _copied(self, layers: slice, first: Tensor | int, end: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return where blocks in ``[first, end)`` lie in the layers' table that others refer to, and these blocks."""
         if not bool((end > 0).any()):
             return (), torch.zeros(0, dtype=torch.long)
-        at = places_of(first, end)
-        blocks = self.table[layers].cpu()[at].long()
+        at = table_indices(first, end)
+        blocks = self.block_table[layers].cpu()[at].long()
         order = blocks.argsort(stable=True)  # of rows that share a block with no row elsewhere, the last one keeps it
         nth = torch.arange(len(order)) - torch.searchsorted(blocks[order], blocks[order])
         copied = order[nth + 1 < self.pool.references(blocks[order])]
         return tuple(x[copied] for x in at), blocks[copied]
 
-    def own(self, layer: int, sequences: Tensor) -> None:
+    def copy_shared_blocks(self, layer: int, sequences: Tensor) -> None:
         """Replace all shared blocks of some sequences ``[B]`` bool of a layer by copies."""
-        self._unshare(slice(layer, layer + 1), 0, self.shared[layer].where(sequences[:, None], 0)[None])
+        self._unshare(slice(layer, layer + 1), 0, self.shared_block_counts[layer].where(sequences[:, None], 0)[None])
 
     def put_records(self, layer: int, noted: Records) -> None:
         """Store a scorer's records of a layer's first slots, ``[B, C.., N]`` by name."""
@@ -241,9 +253,9 @@ class KVStore:
     def keep(self, masks: Mapping[int, Tensor]) -> None:
         """Keep the tokens in masks ``[B, Hkv, N]`` bool by slot, by layer, and evict others; see :meth:`compact`."""
         lengths = {layer: mask.sum(-1).cpu() for layer, mask in masks.items()}
-        masks = {layer: mask for layer, mask in masks.items() if bool((lengths[layer] < self.held[layer]).any())}
+        masks = {layer: mask for layer, mask in masks.items() if bool((lengths[layer] < self.lengths_cpu[layer]).any())}
         if masks:
-            kept = self.held[min(masks) : max(masks) + 1].clone()
+            kept = self.lengths_cpu[min(masks) : max(masks) + 1].clone()
             for layer in masks:
                 kept[layer - min(masks)] = lengths[layer]
             self.compact(masks, kept)
@@ -263,7 +275,7 @@ class KVStore:
         """
         layers, turns = slice(min(scores), max(scores) + 1), self.rotation
         orders = {layer: None if turns is None else turns.order(self, layer) for layer in scores}
-        self.make_own(layers, kept)
+        self.unshare_for_eviction(layers, kept)
         for layer, score in scores.items():
             if score.dtype == torch.bool:
                 score = torch.full_like(score, -retention.INF, dtype=torch.float32).masked_fill_(score, retention.INF)
@@ -277,9 +289,9 @@ class KVStore:
             if turns is not None:
                 turns.close_up(self, layer, order)
 
-    def make_own(self, layers: slice, kept: Tensor) -> None:
+    def unshare_for_eviction(self, layers: slice, kept: Tensor) -> None:
         """Replace the shared blocks that change when ``kept`` ``[L', B, Hkv]`` tokens stay by copies."""
-        self._unshare(layers, 0, (-(-kept // self.block)).where(kept < self.held[layers], 0))
+        self._unshare(layers, 0, (-(-kept // self.block_size)).where(kept < self.lengths_cpu[layers], 0))
 
     def compact_all_layers(self, score: Tensor, keep_count: Tensor, nonfinite: Tensor) -> None:
         """Do the device's part of :meth:`compact` for all layers at once.
@@ -291,7 +303,7 @@ class KVStore:
             self.stack_records()
         if -1 not in self._pages:  # the rows of all layers
             columns, coded = self.pool.views(self.size, self.gate_type), self.pool.formats[self.size]
-            self._pages[-1] = Pages(*columns, self.table.flatten(0, 2), self.lengths.flatten(), coded)
+            self._pages[-1] = Pages(*columns, self.block_table.flatten(0, 2), self.lengths.flatten(), coded)
         noted = [x.view(rows, -1, x.shape[-1]) for x in self._stacks.values()]
         kv_compact(self._pages[-1], score.flatten(0, 1), keep_count, noted, nonfinite)
 
@@ -307,24 +319,24 @@ class KVStore:
 
     def all_token_indices(self) -> Tensor:
         """Return the token index of each slot in all layers, ``[L, B, Hkv, S]`` int32; free slots have any number."""
-        return self.pages(0).token_indices[self.table].flatten(-2)
+        return self.pages(0).token_indices[self.block_table].flatten(-2)
 
     def shrink_to(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
         """Shorten rows to the lengths ``[L', B, Hkv]`` after an eviction, and free the blocks that no row needs."""
-        self.held[layers] = kept
+        self.lengths_cpu[layers] = kept
         spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
-        wanted, owned = -(-(kept + spare) // self.block), self.owned[layers]
+        wanted, owned = -(-(kept + spare) // self.block_size), self.block_counts[layers]
         if bool((wanted < owned).any()):
-            self.pool.release(self.table[layers].cpu()[places_of(wanted, owned)].long())
-            self.owned[layers] = owned.minimum(wanted)
-        self.shared[layers] = self.shared[layers].minimum(self.owned[layers])
+            self.pool.release(self.block_table[layers].cpu()[table_indices(wanted, owned)].long())
+            self.block_counts[layers] = owned.minimum(wanted)
+        self.shared_block_counts[layers] = self.shared_block_counts[layers].minimum(self.block_counts[layers])
 
     def truncate(self, tokens: Tensor, layers: slice = slice(None), spare: int = BLOCK) -> None:
         """Drop the ``tokens`` ``[B]`` newest tokens of each sequence, which lie last in their rows.
 
         Rows keep free blocks for ``spare`` tokens.
         """
-        kept = (self.held[layers] - tokens[:, None]).clamp_min(0)
+        kept = (self.lengths_cpu[layers] - tokens[:, None]).clamp_min(0)
         self.lengths[layers].copy_(kept)
         for lengths, records in zip(self.lengths[layers], self.records[layers], strict=True):
             free = torch.arange(self.slots, device=lengths.device) >= lengths[..., None]
@@ -348,14 +360,14 @@ class KVStore:
         self.pool.share(self.blocks())
         self.pool.release(old_blocks)
         if len(indices.unique()) < len(indices):
-            self.shared = self.owned.clone()
+            self.shared_block_counts = self.block_counts.clone()
 
     def add(self, other: KVStore) -> None:
         """Append the sequences of another store of this pool, which is empty then; no key is copied."""
-        width = max(self.table.shape[-1], other.table.shape[-1])
-        batches = self.held.shape[1], other.held.shape[1]
+        width = max(self.block_table.shape[-1], other.block_table.shape[-1])
+        batches = self.lengths_cpu.shape[1], other.lengths_cpu.shape[1]
         for store in (self, other):
-            store.table = F.pad(store.table, (0, width - store.table.shape[-1]))
+            store.block_table = F.pad(store.block_table, (0, width - store.block_table.shape[-1]))
             for records in store.records:
                 fit(records, store.slots)
         pairs = zip(self.records, other.records, strict=True)
@@ -377,7 +389,7 @@ def stores_of(
     return [stores[shape] for shape in heads]
 
 
-def _put(table: Tensor, table_index: tuple[Tensor, ...], blocks: Tensor) -> None:
+def _write_table(table: Tensor, table_index: tuple[Tensor, ...], blocks: Tensor) -> None:
     """Write blocks into places of a table, both from the host, which does not wait for the device."""
     on_device = tuple(x.to(table.device, non_blocking=True) for x in table_index)
     table[on_device] = blocks.int().to(table.device, non_blocking=True)

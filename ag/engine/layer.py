@@ -241,7 +241,7 @@ class Layer:
     ) -> LayerReader:
         """Return the reader of the layer for this pass; it computes nothing before something is read."""
         lengths = batch.token_indices[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
-        row_lengths = store.held[self.index]
+        row_lengths = store.lengths_cpu[self.index]
         cached = CachedKV(
             store=store,
             layer=self.index,
@@ -283,7 +283,7 @@ class Layer:
     def remove_hidden_if_many(self, batch: ForwardBatch, store: KVStore) -> None:
         """Remove tokens that left the sliding window, or are neither flagged nor recent, once they are many."""
         visible = (self.window or 0) - 1 if self.visible_unflagged is None else self.longest_after_removal
-        if batch.ends_prompt or int(store.held[self.index].max()) >= visible + MAX_HIDDEN:
+        if batch.ends_prompt or int(store.lengths_cpu[self.index].max()) >= visible + MAX_HIDDEN:
             with suppress(PoolFullError):  # no room for copies of shared blocks: hidden tokens stay for now
                 self._remove_hidden(batch, store, batch.settled)
 
@@ -303,7 +303,7 @@ class Layer:
     def _remove_hidden(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
         """Remove the tokens that no query of a token index from ``query`` ``[B]`` on sees.
 
-        ``store.held`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
+        ``store.lengths_cpu`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
         """
         dense = self._dense(batch) and not batch.ends_prompt  # later parts of the prompt see all tokens
         # scorers look back at queries that see further, except after the border of a chunk
@@ -314,10 +314,10 @@ class Layer:
         index, token_indices = store.ledger(self.index)
         keep = self.visible(store, index, token_indices, query, flags=not dense)
         kept = keep.sum(-1).cpu()
-        if bool((kept < store.held[self.index] - coming).any()):
+        if bool((kept < store.lengths_cpu[self.index] - coming).any()):
             spare = 1 if batch.step else 0  # the block of a step's token is kept
             store.compact({self.index: keep}, kept[None], spare)
-            store.held[self.index] += coming
+            store.lengths_cpu[self.index] += coming
             batch.memo["expired"] = True
         self.longest_after_removal = int(kept.max())
 

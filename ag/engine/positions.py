@@ -116,7 +116,7 @@ class Slots(Turned):
     def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
         """Go on after the longest row of each sequence."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
-        batch.memo["behind"] = torch.stack([store.held.amax((0, 2)) for store in stores]).amax(0) - came
+        batch.memo["behind"] = torch.stack([store.lengths_cpu.amax((0, 2)) for store in stores]).amax(0) - came
         columns = torch.arange(batch.token_indices.shape[1], device=batch.token_indices.device)
         ends = torch.stack([store.lengths.amax((0, 2)) for store in stores]).amax(0)
         return ends.long()[:, None] + columns
@@ -124,17 +124,17 @@ class Slots(Turned):
     def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Turn the new tokens on from where the model put them to the end of their rows."""
         came = batch.counts if batch.step else torch.zeros_like(batch.counts)
-        further = store.held[call.layer] - (came + batch.memo["behind"])[:, None]
+        further = store.lengths_cpu[call.layer] - (came + batch.memo["behind"])[:, None]
         call = super().rotate_call(call, batch, store)
         return replace(call, q=self._turned(call.q, further), k=self._turned(call.k, further))
 
     def to_token_index(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Turn queries on by the number of tokens that their head has lost."""
-        return self._turned(q, batch.num_tokens[:, None] - store.held[layer])
+        return self._turned(q, batch.num_tokens[:, None] - store.lengths_cpu[layer])
 
     def by_place(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
         """Turn queries back by the number of tokens that their head has lost."""
-        return self._turned(q, store.held[layer] - batch.num_tokens[:, None])
+        return self._turned(q, store.lengths_cpu[layer] - batch.num_tokens[:, None])
 
     def _turned(self, x: Tensor, further: Tensor) -> Tensor:
         """Rotate ``[B, H, T, D]`` by a number of places ``[B, Hkv]`` for each KV head."""
@@ -209,7 +209,7 @@ class Interpolated(Turned):
         moved = ends[0] != ends[1]
         if not bool(moved.any()):
             return
-        store.own(layer, moved)
+        store.copy_shared_blocks(layer, moved)
         index, token_indices = store.ledger(layer)
         old_positions, new_positions = (
             self._cache_positions(token_indices, end.to(token_indices.device)[:, None, None] - 1) for end in ends

@@ -114,7 +114,7 @@ def share_held(state: CacheState, prompt: bool) -> float:
 def layer_nbytes(state: CacheState) -> list[int]:
     """Return the bytes of each layer's blocks and of its gate's memory; shared blocks count for each."""
     size = state.setup.pool.block_nbytes(state.stores[0].gate_type)
-    blocks = [int(store.owned[layer].sum()) for layer, store in enumerate(state.store_of)]
+    blocks = [int(store.block_counts[layer].sum()) for layer, store in enumerate(state.store_of)]
     return [n * size + layer.gate_memory.nbytes for n, layer in zip(blocks, state.layers, strict=True)]
 
 

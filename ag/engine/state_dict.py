@@ -32,8 +32,8 @@ def state_of(cache: CacheState) -> dict[str, Any]:
     """Return all that later passes depend on: tensors, numbers, and tuples and dicts of these."""
     return {
         "sequences": _state_of_sequences(cache.sequences),
-        "held": [store.held for store in cache.stores],
-        "owned": [store.owned for store in cache.stores],
+        "held": [store.lengths_cpu for store in cache.stores],
+        "owned": [store.block_counts for store in cache.stores],
         "layers": {str(part.index): _state_of_layer(cache.store_of[part.index], part) for part in cache.layers},
         "budgets": None if cache.evictor is None else cache.evictor.budgets.state_dict(),
         "states": None if cache.states is None else cache.states.tensors,
@@ -42,7 +42,7 @@ def state_of(cache: CacheState) -> dict[str, Any]:
 
 def _state_of_layer(store: KVStore, part: Layer) -> dict[str, Any]:
     columns, pool_index = _rows(store, part.index)
-    slots = int(store.held[part.index].max())
+    slots = int(store.lengths_cpu[part.index].max())
     return {
         "tokens": {name: x[pool_index] for name, x in columns.items()},
         "records": {name: x[..., :slots] for name, x in store.records[part.index].items()},
@@ -66,11 +66,11 @@ def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
         _require(
             "held", bool(((lengths >= 0) & (lengths <= cache.sequences.num_tokens[:, None] * store.layer_mask)).all())
         )
-        needed = -(-lengths // store.block)
-        _require("owned", bool(((owned >= needed) & (owned <= needed + MAX_HIDDEN // store.block + 2)).all()))
-        store.start(batch)
+        needed = -(-lengths // store.block_size)
+        _require("owned", bool(((owned >= needed) & (owned <= needed + MAX_HIDDEN // store.block_size + 2)).all()))
+        store.start_batch(batch)
         store.allocate(slice(None), owned)
-        store.held.copy_(lengths)
+        store.lengths_cpu.copy_(lengths)
         store.lengths.copy_(lengths)
     for part, saved in zip(cache.layers, layers.values(), strict=True):
         _restore_layer(cache, part, _moved(saved, cache.setup.pool.device))
@@ -87,7 +87,7 @@ def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
 
 def _restore_layer(cache: CacheState, part: Layer, saved: Mapping[str, Any]) -> None:
     store = cache.store_of[part.index]
-    slots = int(store.held[part.index].max())
+    slots = int(store.lengths_cpu[part.index].max())
     columns, pool_index = _rows(store, part.index)
     for name, column in columns.items():
         x = saved["tokens"][name]

@@ -58,15 +58,15 @@ def memories(cache: EvictionCache) -> list[Memory]:
         num_heads += number
     seen = {window: num_tokens if window is None else num_tokens.clamp(max=window - 1) for window in token_nbytes}
     whole_nbytes = torch.stack([seen[window] * nbytes for window, nbytes in token_nbytes.items()]).sum(0)
-    taken_nbytes = torch.stack([store.owned.sum((0, 2)) for store in state.stores]).sum(0) * block_nbytes
-    num_held = torch.stack([store.held.sum((0, 2)) for store in state.stores]).sum(0) / num_heads
+    taken_nbytes = torch.stack([store.block_counts.sum((0, 2)) for store in state.stores]).sum(0) * block_nbytes
+    num_held = torch.stack([store.lengths_cpu.sum((0, 2)) for store in state.stores]).sum(0) / num_heads
     saved_nbytes = (whole_nbytes - taken_nbytes).clamp(min=0)
     return [*map(Memory, num_tokens.tolist(), num_held.tolist(), saved_nbytes.tolist())]
 
 
 def cached_tokens(cache: EvictionCache) -> list[list[float]]:
     """Return the cached tokens of each sequence, by layer, as a mean over KV heads."""
-    num_held = torch.stack([store.held.sum(2) for store in cache.state.stores]).sum(0)
+    num_held = torch.stack([store.lengths_cpu.sum(2) for store in cache.state.stores]).sum(0)
     num_heads = torch.tensor([store.kv_heads for store in cache.state.store_of])
     by_layer: list[list[float]] = (num_held / num_heads[:, None]).tolist()
     return by_layer

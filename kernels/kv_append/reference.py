@@ -16,7 +16,7 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: T
     slots = (pages.lengths.long()[:, None] + valid.cumsum(1) - 1).clamp_min(0)
     chosen = valid.nonzero(as_tuple=True)
     slots = slots[chosen]
-    pool_index = pages.table.long()[chosen[0], slots // page] * page + slots % page
+    pool_index = pages.block_table.long()[chosen[0], slots // page] * page + slots % page
     if gate is None:
         gate_values = torch.full(token_index.shape, pages.ungated_value, device=token_index.device)
     else:

@@ -47,7 +47,7 @@ def _append(keys, values, index_column, gate, table, lengths, after, k, v, token
 def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: Tensor | None = None) -> None:
     """Do what :func:`ag.kernels.kv_append.kv_append` does on a GPU, without synchronising."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in coded(pages, k, v))
-    (_, heads, count, dim), width, rows = k.shape, v.shape[3], len(pages.table)
+    (_, heads, count, dim), width, rows = k.shape, v.shape[3], len(pages.block_table)
     column, lengths = pages.gate, pages.lengths
     gate_values = None if gate is None or column is None else gate.to(column.dtype).contiguous()
     column, gate_values = (
@@ -58,8 +58,8 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: T
     after = lengths if blocks == 1 else torch.empty_like(lengths)  # other programs of a row read its length
     with torch.cuda.device_of(k):
         _append[(rows * blocks,)](
-            *(pages.keys, pages.values, pages.token_indices, column, pages.table, lengths, after, k, v),
-            *(token_indices.contiguous(), gate_values, k.stride()[:3], v.stride()[:3], pages.table.stride(0)),
+            *(pages.keys, pages.values, pages.token_indices, column, pages.block_table, lengths, after, k, v),
+            *(token_indices.contiguous(), gate_values, k.stride()[:3], v.stride()[:3], pages.block_table.stride(0)),
             *(count, blocks, heads),
             *(dim, triton.next_power_of_2(dim), width, triton.next_power_of_2(width), pages.keys.shape[1], tokens),
             pages.ungated_value,

@@ -23,7 +23,7 @@ def kv_compact(
     gate = pages.gate
     KERNEL(
         *(pages.native, gate, 0 if gate is None else gate.element_size()),
-        *(len(pages.table) // len(score), torch.get_num_threads()),
+        *(len(pages.block_table) // len(score), torch.get_num_threads()),
         *(len(records), (ctypes.c_void_p * len(records))(*(x.data_ptr() for x in records))),
         (ctypes.c_int64 * (2 * len(records)))(*(n for x in records for n in x.shape[1:])),
         *(score, score.stride(0), 0 if score.shape[1] == 1 else score.stride(1), keep_count, nonfinite),

@@ -16,7 +16,7 @@ def kv_compact(
     pages: Pages, score: Tensor, keep_count: Tensor, records: Sequence[Tensor] = (), nonfinite: Tensor | None = None
 ) -> None:
     """Do what :func:`ag.kernels.kv_compact.kv_compact` does; on a GPU the host waits for the number of moved tokens."""
-    pool_index, valid = gathered(pages.table, pages.lengths, pages.keys.shape[1])
+    pool_index, valid = gathered(pages.block_table, pages.lengths, pages.keys.shape[1])
     rows, width = pool_index.shape
     score = score.expand(-1, rows // len(score), -1).flatten(0, 1)[:, :width]
     score = F.pad(score, (0, width - score.shape[1])).masked_fill(~valid, -retention.INF)

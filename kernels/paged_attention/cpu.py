@@ -25,7 +25,7 @@ def paged_attention(
     weigh: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what :func:`ag.kernels.paged_attention.paged_attention` does, on the CPU."""
-    (batch, heads, count, _), (rows, table_width) = q.shape, pages.table.shape
+    (batch, heads, count, _), (rows, table_width) = q.shape, pages.block_table.shape
     group, slots = batch * heads // rows, table_width * pages.keys.shape[1]
     out = torch.empty(batch, heads, count, pages.channels[1], dtype=torch.float32)
     weights = torch.empty(batch, heads, slots, dtype=torch.float32) if weigh else None

@@ -24,8 +24,8 @@ def paged_attention(
     weigh: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`ag.kernels.paged_attention.paged_attention` as ``softmax(scaling q K^T + mask) V`` of each row."""
-    acc, rows, gate = torch.promote_types(q.dtype, torch.float32), len(pages.table), pages.gate
-    pool_index, valid = gathered(pages.table, pages.lengths, pages.keys.shape[1])
+    acc, rows, gate = torch.promote_types(q.dtype, torch.float32), len(pages.block_table), pages.gate
+    pool_index, valid = gathered(pages.block_table, pages.lengths, pages.keys.shape[1])
     # free slots may have NaN
     k, v = (x.to(acc).masked_fill(~valid[:, :, None], 0)[:, None] for x in read(pages, pool_index))
     key_index = pages.token_indices.flatten()[pool_index][:, None, None]

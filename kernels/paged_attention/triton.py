@@ -174,7 +174,7 @@ def paged_attention(
     weigh: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Do what :func:`ag.kernels.paged_attention.paged_attention` does on a GPU, without synchronising."""
-    (batch, heads, count, dim), (rows, table_width) = q.shape, pages.table.shape
+    (batch, heads, count, dim), (rows, table_width) = q.shape, pages.block_table.shape
     page, width = pages.keys.shape[1], pages.channels[1]
     slots, queries = table_width * page, batch * heads // rows * count
     large = (q.element_size() > 2) + (max(dim, width) > 128)  # a block's output must fit in registers
@@ -194,9 +194,16 @@ def paged_attention(
     with torch.cuda.device_of(q):
         if slots:
             ATTEND[(items * blocks,)](
-                *(q.contiguous(), pages.keys.contiguous(), pages.values.contiguous(), gates, pages.table, lengths),
+                *(
+                    q.contiguous(),
+                    pages.keys.contiguous(),
+                    pages.values.contiguous(),
+                    gates,
+                    pages.block_table,
+                    lengths,
+                ),
                 *(None if query_indices is None else query_indices.int().contiguous(), partial, lse, weights),
-                *(scaling * LOG2E, pages.table.stride(0), *shared_out, size_class(slots), window, recent, count),
+                *(scaling * LOG2E, pages.block_table.stride(0), *shared_out, size_class(slots), window, recent, count),
                 *(queries, longest),
                 *(rows // batch, block, dim, padded(dim), width, padded(width), page, pages.format is not None),
                 *(pages.token_indices, cap2(softmax.cap)),

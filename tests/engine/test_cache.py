@@ -147,7 +147,7 @@ def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
         cache = ag.EvictionCache(model, *policy)
         with torch.no_grad():
             model(ids, past_key_values=cache)
-            assert any(len(set(held.flatten().tolist())) > 1 for held in cache.state.stores[0].held)
+            assert any(len(set(held.flatten().tolist())) > 1 for held in cache.state.stores[0].lengths_cpu)
             with monkeypatch.context() as patch:
                 patch.setattr(cached_kv, "read", lambda *_: pytest.fail("the layer was gathered"))
                 for _ in range(3):

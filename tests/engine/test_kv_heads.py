@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_heads(model):
     cache = EvictionCache(model, "full")
     for part in row(64, 1)[None].split([62, 1, 1], 1):
         model(part, past_key_values=cache)
-    assert [store.block for store in cache.state.store_of] == [16 if size == 16 else 32 for _, size in HEADS]
+    assert [store.block_size for store in cache.state.store_of] == [16 if size == 16 else 32 for _, size in HEADS]
     token_indices = 4 * (16 + 32)  # of a block
     blocks = [number * 64 // (16 if size == 16 else 32) for number, size in HEADS]
     assert cache.layer_nbytes() == [n * (16 * 16 * 2 * 4 + token_indices) for n in blocks]

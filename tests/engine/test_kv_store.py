@@ -46,7 +46,7 @@ class Machine:
         store, draw = one.store, self.draw
         if not one.seen:
             batch = draw.randint(1, 3)
-            store.start(batch)
+            store.start_batch(batch)
             one.seen, one.mark = [0] * batch, [0] * batch
             one.rows = [[[[] for _ in range(store.kv_heads)] for _ in range(batch)] for _ in range(LAYERS)]
         counts = torch.tensor([draw.randint(0, most) for _ in one.seen])
@@ -101,7 +101,7 @@ class Machine:
                 ]
                 store.compact({layer: keep}, kept[None])
             else:
-                kept = store.held[layer].clamp_max(self.draw.randint(0, 30))
+                kept = store.lengths_cpu[layer].clamp_max(self.draw.randint(0, 30))
                 stays = [
                     set(sorted(x.tolist())[len(x) - n :])
                     for x, n in zip(token_indices.flatten(0, 1), kept.flatten(), strict=True)
@@ -164,7 +164,7 @@ class Machine:
             store = one.store
             blocks = store.blocks()
             references.index_add_(0, blocks, torch.ones_like(blocks))
-            assert torch.equal(store.held, store.lengths.long())
+            assert torch.equal(store.lengths_cpu, store.lengths.long())
             for layer in one.layers if one.seen else ():
                 (index, token_indices), pages, count = store.ledger(layer), store.pages(layer), store.kv_heads
                 keys, values, gates = (x.flatten(0, 1)[index] for x in (pages.keys, pages.values, pages.gate))
@@ -179,7 +179,7 @@ class Machine:
                     assert torch.equal(keys[b, h][there], -values[b, h][there])
                     assert torch.equal(keys[b, h][there][:, 0], gates[b, h][there])
                     assert not bool(record[b, 2 * h : 2 * h + 2, len(got) :].any())
-                    assert int(store.owned[layer, b, h]) * store.block >= len(got)
+                    assert int(store.block_counts[layer, b, h]) * store.block_size >= len(got)
         known = self.pool.references(torch.arange(0, len(self.pool._references))).long()
         assert torch.equal(references[: len(known)], known) and not bool(references[len(known) :].any())
         assert self.pool.num_used == int((references > 0).sum())

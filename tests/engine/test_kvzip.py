@@ -92,7 +92,7 @@ def test_equals_a_second_reading_by_hand(family, options, request, monkeypatch):
     assert sorted(found) == [0, 1, 2]
     for layer, score in found.items():
         hold(score[0], wanted[layer], bound)
-    assert cache.state.stores[0].held.sum((1, 2)).tolist() == [24] * 3
+    assert cache.state.stores[0].lengths_cpu.sum((1, 2)).tolist() == [24] * 3
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def test_a_store_may_go_in_the_midst_of_anything(tiny_llama):
     pool = Pool(tiny_llama(), 20 * BLOCK * TOKEN)
     heads = KVHeads(2, 16, 16)
     store = KVStore(pool, [heads], heads)
-    store.start(1)
+    store.start_batch(1)
     store.make_room(slice(None), torch.tensor([40]))
     assert pool.free == 20 - 6
     with FakeTensorMode():
@@ -274,7 +274,7 @@ def test_a_fork_without_room_for_copies_keeps_what_no_query_sees(tiny_llama, tin
             held = columns(fork)
             got = model(token[None, None], past_key_values=fork).logits
             hold(got, model(token[None, None], past_key_values=want).logits.double(), of_logits(model))
-            longer += int(fork.state.stores[0].held.max()) > int(want.state.stores[0].held.max())
+            longer += int(fork.state.stores[0].lengths_cpu.max()) > int(want.state.stores[0].lengths_cpu.max())
     assert longer and not fork.state.pass_open and columns(fork) == held
 
 

@@ -77,8 +77,8 @@ def check_same(mine, plain):
         assert torch.equal(getattr(mine.state.sequences, name), getattr(plain.state.sequences, name))
     assert columns(mine) == columns(plain)
     for ours, theirs in zip(mine.state.stores, plain.state.stores, strict=True):
-        assert torch.equal(ours.held, theirs.held) and torch.equal(ours.lengths, theirs.lengths)
-        assert torch.equal(ours.lengths.long(), ours.held)
+        assert torch.equal(ours.lengths_cpu, theirs.lengths_cpu) and torch.equal(ours.lengths, theirs.lengths)
+        assert torch.equal(ours.lengths.long(), ours.lengths_cpu)
         for noted, wanted in zip(ours.records, theirs.records, strict=True):
             assert all(torch.equal(x, wanted[name]) for name, x in noted.items())
 

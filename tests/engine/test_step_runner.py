@@ -87,7 +87,7 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
     for number in range(3):
         step(tokens(2, number))
     (store,) = cache.state.stores
-    there = [*cache.setup.pool.columns(), store.table, store.lengths, cache.state.sequences.step_token_indices]
+    there = [*cache.setup.pool.columns(), store.block_table, store.lengths, cache.state.sequences.step_token_indices]
     there += [cache.state.sequences.mask, *model.parameters(), *(x for part in store.records for x in part.values())]
     there += [] if cache.state.evictor is None else cache.state.evictor._scores.values()
     with DeviceMemory(there).running() as seen:

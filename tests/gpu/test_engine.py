@@ -99,11 +99,11 @@ def test_a_decoding_step_does_not_wait(tiny_llama, triton_only, card, policy):
     places, new = mask.sum(1, keepdim=True), tokens(2, 1)
     for index in range(3):  # what they launch is compiled
         step(model, cache, new, position_ids=places + index)
-    blocks = cache.state.stores[0].owned.clone()
+    blocks = cache.state.stores[0].block_counts.clone()
     with no_waiting():
         for index in range(3, STEPS):
             step(model, cache, new, position_ids=places + index)
-    assert cache.seen_tokens == 40 + STEPS and bool((cache.state.stores[0].owned > blocks).all())
+    assert cache.seen_tokens == 40 + STEPS and bool((cache.state.stores[0].block_counts > blocks).all())
     assert policy == "full" or cache.kept_share() < 1
 
 

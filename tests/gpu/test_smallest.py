@@ -67,7 +67,7 @@ def same(mine, theirs):
     """Assert that two pools hold the same in the slots of their rows; free slots hold anything."""
     assert torch.equal(mine.lengths, theirs.lengths)
     slots = torch.arange(8, device=DEVICE)
-    at = (mine.table[:, slots // 4] * 4 + slots % 4)[slots < mine.lengths[:, None]]
+    at = (mine.block_table[:, slots // 4] * 4 + slots % 4)[slots < mine.lengths[:, None]]
     for x, y in zip(mine.columns, theirs.columns, strict=True):
         assert torch.equal(x.flatten(0, 1)[at], y.flatten(0, 1)[at])
 
@@ -114,7 +114,7 @@ def rows_of_tokens():
     pages, _ = rows_in_pages()
     pages.lengths.copy_(torch.tensor([0, 1, 6, 8]))
     slots = torch.arange(8, device=DEVICE)
-    at = (pages.table[:, slots // 4] * 4 + slots % 4)[slots < pages.lengths[:, None]]
+    at = (pages.block_table[:, slots // 4] * 4 + slots % 4)[slots < pages.lengths[:, None]]
     for x in (pages.keys, pages.values):
         x.fill_(torch.nan).flatten(0, 1)[at] = draw(15, x.shape[2])
     return pages

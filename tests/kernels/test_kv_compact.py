@@ -31,7 +31,7 @@ def rows_of(c, generator, seed):
     """Rows of random tokens in random order, with what is stored of each token as a list by row."""
     lengths, dtype = c["lengths"], c.get("dtype", torch.float32)
     pages = pages_of(lengths, c["page"], 1, 4, c["width"], dtype, c.get("gate"), seed=seed)
-    slots = pages.table.shape[1] * c["page"]
+    slots = pages.block_table.shape[1] * c["page"]
     records = [torch.zeros(len(lengths), width, slots) for width in c["records"]]
     for row, length in enumerate(lengths):
         at = places(pages, row)
@@ -61,12 +61,12 @@ def drawn(case, seed):
 
 def filled(pages):
     """Which slots hold a token."""
-    return torch.arange(pages.table.shape[1] * pages.keys.shape[1]) < pages.lengths[:, None]
+    return torch.arange(pages.block_table.shape[1] * pages.keys.shape[1]) < pages.lengths[:, None]
 
 
 def by_slot(pages, slots):
     """The token index of the token in each slot, 0 on free ones."""
-    found = torch.zeros(len(pages.table), slots).long()
+    found = torch.zeros(len(pages.block_table), slots).long()
     for row in range(len(found)):
         token_indices = read(pages, pages.token_indices, row)
         found[row, : len(token_indices)] = token_indices
@@ -78,7 +78,10 @@ def by_slot(pages, slots):
 @pytest.mark.parametrize("case", ["records"] if INTERPRETED else ["records", "bfloat16", "logits"])
 def test_a_mask_keeps_what_it_marks(version, case, share):
     _, generator, pages, records = drawn(CASES[case], 3)
-    keep = torch.rand(len(pages.table), pages.table.shape[1] * pages.keys.shape[1], generator=generator) < share
+    keep = (
+        torch.rand(len(pages.block_table), pages.block_table.shape[1] * pages.keys.shape[1], generator=generator)
+        < share
+    )
     before = [contents(pages, records, row) for row in range(len(keep))]
     score, kept = torch.where(keep, INF, -INF)[:, None], (keep & filled(pages)).sum(1).int()
     version(pages, score, kept, records)
@@ -106,7 +109,7 @@ def test_the_worst_go(monkeypatch, version, case, few):
     if INTERPRETED:
         monkeypatch.setattr("ag.kernels.kv_compact.triton.FEW_EVICTED", few)
     c, generator, pages, records = drawn(CASES[case], len(case))
-    batch, heads, slots = 3, 2, pages.table.shape[1] * c["page"]
+    batch, heads, slots = 3, 2, pages.block_table.shape[1] * c["page"]
     score = torch.randn(batch, heads if c.get("of_head", True) else 1, slots, generator=generator)
     score = score.round() if c.get("ties") else score
     most = pages.token_indices.max() + 1
@@ -114,9 +117,9 @@ def test_the_worst_go(monkeypatch, version, case, few):
     left = torch.tensor([c.get("left", max(x - c.get("count", 6), 0)) for x in c["lengths"]]).int()
     whole = lambda n: torch.full((batch,), n)  # noqa: E731
     sinks, recent_from = whole(c.get("sinks", 0)), whole(int(most) - c.get("recent", 0))
-    expired_to, found = whole(c.get("expired", 0) - 1), torch.zeros(len(pages.table), dtype=torch.int32)
+    expired_to, found = whole(c.get("expired", 0) - 1), torch.zeros(len(pages.block_table), dtype=torch.int32)
     want = []
-    for row in range(len(pages.table)):
+    for row in range(len(pages.block_table)):
         b, h = divmod(row, heads)
         tokens, token_indices = contents(pages, records, row), read(pages, pages.token_indices, row).tolist()
         going = []

@@ -100,7 +100,7 @@ def check(version, q, pages, token_indices, scaling=SCALING, window=None, recent
 
 def by_hand(q, pages, token_indices, scaling, window, recent, softmax):
     """The definition: attention of each query to the tokens of its row that it sees, one by one."""
-    rows, group = len(pages.table), q.shape[0] * q.shape[1] // len(pages.table)
+    rows, group = len(pages.block_table), q.shape[0] * q.shape[1] // len(pages.block_table)
     out, by_row = (
         torch.zeros(rows, group, q.shape[2], pages.channels[1], dtype=q.dtype),
         q.view(rows, group, -1, q.shape[3]),
@@ -166,10 +166,10 @@ def test_padding_sees_nothing(version, count):
 def test_rows_share_pages_and_the_table_is_cut(version):
     """The third row begins with two pages of the first; numbers behind a row's pages name none, and rows lie apart."""
     q, pages, *options = given([50, 3, 45, 0], 8, dim=16, spare=9, held=True)
-    pages.table[2, :2] = pages.table[0, :2]
+    pages.block_table[2, :2] = pages.block_table[0, :2]
     for row, used in enumerate([4, 1, 3, 0]):
-        pages.table[row, used:] = 2**31 - 1
-    check(version, q, pages._replace(table=pages.table[:, :4]), *options)
+        pages.block_table[row, used:] = 2**31 - 1
+    check(version, q, pages._replace(block_table=pages.block_table[:, :4]), *options)
 
 
 @fast

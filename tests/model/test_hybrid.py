@@ -424,7 +424,7 @@ def test_counts_of_llama4_behind_the_border_of_a_chunk():
     model(rows()[0][None], past_key_values=cache)
     for token in range(8):
         model(torch.tensor([[5 + token]]), past_key_values=cache)
-        assert all(torch.equal(store.held, store.lengths.cpu()) for store in cache.state.stores)
+        assert all(torch.equal(store.lengths_cpu, store.lengths.cpu()) for store in cache.state.stores)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def pages_of(
 def places(pages: Pages, row: int) -> Tensor:
     """The places in the flat pool of a row's tokens, slot by slot."""
     slots, page = torch.arange(int(pages.lengths[row])), pages.keys.shape[1]
-    at: Tensor = pages.table[row, slots // page].long() * page + slots % page
+    at: Tensor = pages.block_table[row, slots // page].long() * page + slots % page
     return at
 
 
@@ -91,13 +91,13 @@ def check_threads_and_pages(run: Callable[[Pages], Tensor], pages: Pages) -> Non
             outputs.append(run(pages))
     finally:
         torch.set_num_threads(before)
-    order = pages.table.flatten().unique().long()
+    order = pages.block_table.flatten().unique().long()
     back = torch.zeros(len(pages.keys), dtype=torch.int32)
     back[order] = torch.arange(len(order), dtype=torch.int32)
     gate = None if pages.gate is None else pages.gate[order]
     moved = pages._replace(
         keys=pages.keys[order], values=pages.values[order], token_indices=pages.token_indices[order], gate=gate
     )
-    outputs.append(run(moved._replace(table=back[pages.table.long()])))
+    outputs.append(run(moved._replace(block_table=back[pages.block_table.long()])))
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])
