@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ag import retention
 from ag.engine.block_pool import BLOCK, BlockPool, table_indices
-from ag.engine.positions import Turned
+from ag.engine.positions import KeyRotation
 from ag.engine.records import Records, concat_records, fit
 from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
@@ -36,7 +36,7 @@ class KVStore:
         heads: KV heads of each layer of the model.
         head_shape: KV heads of the layers that are held here.
         gate: type of the gate output that is stored with each token; None stores none.
-        rotation: rotates keys again when others go; None means that they stay as the model rotated them.
+        rotation: rotates keys again after evictions. None: they stay as the model rotated them.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class KVStore:
         heads: Sequence[KVHeads],
         head_shape: KVHeads,
         gate: torch.dtype | None = None,
-        rotation: Turned | None = None,
+        rotation: KeyRotation | None = None,
     ) -> None:
         self.rotation, self.heads, self.head_shape = rotation, heads, head_shape
         self.pool, self.layers, self.kv_heads, self.gate_type = pool, len(heads), head_shape.number, gate
@@ -273,8 +273,8 @@ class KVStore:
             spare: a row keeps free blocks for this many further tokens.
             nonfinite: ``[B, Hkv]`` int32, set to 1 for rows with a score of NaN; None: nobody asks.
         """
-        layers, turns = slice(min(scores), max(scores) + 1), self.rotation
-        orders = {layer: None if turns is None else turns.order(self, layer) for layer in scores}
+        layers, rotation = slice(min(scores), max(scores) + 1), self.rotation
+        old_orders = {layer: None if rotation is None else rotation.before_eviction(self, layer) for layer in scores}
         self.unshare_for_eviction(layers, kept)
         for layer, score in scores.items():
             if score.dtype == torch.bool:
@@ -285,9 +285,9 @@ class KVStore:
             noted = [x.view(len(counts), -1, x.shape[-1]) for x in records.values()]
             kv_compact(self.pages(layer), score, counts.to(score.device), noted, nonfinite)
         self.shrink_to(layers, kept, spare)
-        for layer, order in orders.items():
-            if turns is not None:
-                turns.close_up(self, layer, order)
+        for layer, old_order in old_orders.items():
+            if rotation is not None:
+                rotation.after_eviction(self, layer, old_order)
 
     def unshare_for_eviction(self, layers: slice, kept: Tensor) -> None:
         """Replace the shared blocks that change when ``kept`` ``[L', B, Hkv]`` tokens stay by copies."""
@@ -382,7 +382,7 @@ class KVStore:
 
 
 def stores_of(
-    pool: BlockPool, heads: Sequence[KVHeads], gate: torch.dtype | None, rotation: Turned | None
+    pool: BlockPool, heads: Sequence[KVHeads], gate: torch.dtype | None, rotation: KeyRotation | None
 ) -> list[KVStore]:
     """Return the store of each layer of a model, one for all whose KV heads are alike; see :class:`KVStore`."""
     stores = {shape: KVStore(pool, heads, shape, gate, rotation) for shape in dict.fromkeys(heads)}

@@ -95,10 +95,12 @@ class Layer:
         store = stores[self.index]
         self.window, self.has_hidden = call.window, call.window is not None or self.visible_unflagged is not None
         self.chunk = call.chunk
-        counts_held = store.rotation is not None and store.rotation.counts_held
-        if (counts_held or self.chunk is not None) and not batch.is_first_pass:  # tokens that no new one sees go first
+        depends_on_cached = store.rotation is not None and store.rotation.depends_on_cached
+        if (
+            depends_on_cached or self.chunk is not None
+        ) and not batch.is_first_pass:  # tokens that no new one sees go first
             first = batch.num_tokens - batch.counts
-            if counts_held or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
+            if depends_on_cached or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
                 self._remove_hidden(batch, store, first, batch.counts[:, None] if batch.step else 0)
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
         if self.sharers and not batch.is_first_pass:  # nothing goes before the last of them has attended to it
@@ -188,7 +190,7 @@ class Layer:
         queries = self.observation_window.followed_by((q, token_indices, valid))
         self.observation_window.remember(queries, last)
         q, token_indices, valid = queries
-        return q if rotation is None else rotation.by_place(q, *location), token_indices, valid
+        return q if rotation is None else rotation.to_cache_position(q, *location), token_indices, valid
 
     def evict_by_records(
         self,

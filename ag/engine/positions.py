@@ -1,7 +1,7 @@
-"""Rotations of keys and queries by other places than those in the text: slots, or places squeezed together.
+"""Positions for RoPE other than those of the text: the slots of a row, or positions squeezed into the context.
 
-Keys are stored rotated as queries meet them, so that attention reads them where they lie. When their places change they
-are rotated on by the difference: rotations add up.
+Keys are stored with the rotation that attention reads. When their positions change they are rotated again, by the
+difference: rotations add up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ag.errors import UserError
 from ag.model.interceptor import AttentionCall
 from ag.model.rope import rotate
-from ag.model.support import check_turns
+from ag.model.support import check_rerotation
 
 if TYPE_CHECKING:
     from ag.engine.block_pool import BlockPool
@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 FREE = torch.iinfo(torch.long).max  # the token index of a free slot, where it is to come last
 
 
-class Turned:
-    """Held keys are turned on when their places change, which rounds them each time.
+class KeyRotation:
+    """Rotates cached keys again when their positions change, which rounds them each time.
 
-    In 16 bits or in codes that adds up: small angles are rounded away, so that a key in bfloat16 is 13 % off after 256
-    turns by one place, one in codes of 8 bits 42 %, and one in float32 less than 0.001 %. So keys and values are held
-    in float32 at least, and not in codes.
+    In 16 bits or in codes the errors add up, because small angles are rounded away: after 256 rotations by one position
+    a key in bfloat16 is 13 % off, one in codes of 8 bits 42 %, and one in float32 less than 0.001 %. Keys and values
+    are therefore stored in float32 or a wider type.
 
     Args:
         decoder: the model's stack of layers.
 
     Raises:
-        UserError: when the model's keys cannot be rotated anew.
+        UserError: the model's keys cannot be rotated again.
     """
 
     name: ClassVar[str]
-    #: Whether the places of tokens depend on the number of held ones before them.
-    counts_held = False
+    #: Whether the position of a token depends on the number of cached tokens before it.
+    depends_on_cached = False
 
     def __init__(self, decoder: Any) -> None:
-        check_turns(decoder, self.name)
+        check_rerotation(decoder, self.name)
         self.decoder = decoder
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
@@ -52,14 +52,13 @@ class Turned:
         return torch.promote_types(model, torch.float32)
 
     def check(self, pool: BlockPool) -> None:
-        """Refuse types whose rounding errors add up over turns."""
+        """Raise a ``UserError`` for a stored type whose rounding errors add up."""
         kind = pool.dtype
         if pool.kv_dtype != "float" or self.dtype(kind) != kind:
             held_dtype = pool.kv_dtype if pool.kv_dtype != "float" else str(kind).removeprefix("torch.")
             raise UserError(
-                f"positions={self.name}: keys are turned anew when others go, and held as {held_dtype} each turn would "
-                "lose "
-                "some of them: expected float32; use a model in float32 or a cache without pool=, with "
+                f"positions={self.name}: keys are rotated again after evictions, and stored as {held_dtype} they would "
+                "lose digits each time: expected float32; use a model in float32 or a cache without pool=, with "
                 "kv_dtype=float, or positions=original."
             )
 
@@ -68,102 +67,104 @@ class Turned:
         return None
 
     def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
-        """Return a call in the stored type, with queries and keys at their places among the held tokens."""
+        """Return a call in the stored type, with queries and keys rotated to their positions among cached tokens."""
         q, k, v = (x.to(store.pool.dtype) for x in (call.q, call.k, call.v))
         return replace(call, q=q, k=k, v=v)
 
     def to_token_index(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
-        """Return queries ``[B, H, T, D]`` at their places, rotated to their token indices to be remembered."""
+        """Rotate queries ``[B, H, T, D]`` from their positions to their token indices, to be remembered."""
         return q
 
-    def by_place(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
-        """Return queries ``[B, H, T, D]`` at their token indices, rotated to their places among the cached tokens."""
+    def to_cache_position(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
+        """Rotate queries ``[B, H, T, D]`` from their token indices to their positions among cached tokens."""
         return q
 
-    def order(self, store: Any, layer: int) -> Tensor | None:
-        """Return what :meth:`close_up` needs of a layer from before tokens go."""
+    def before_eviction(self, store: Any, layer: int) -> Tensor | None:
+        """Return what :meth:`after_eviction` needs of a layer's rows as they are now."""
         return None
 
-    def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
-        """Turn a layer's keys to the places that they have after tokens went."""
+    def after_eviction(self, store: Any, layer: int, old_order: Tensor | None) -> None:
+        """Rotate a layer's keys to their positions among the tokens that were kept."""
 
     def crop(self, stores: Sequence[Any], old_lengths: Tensor, new_lengths: Tensor) -> None:
-        """Rotate all keys to their positions after sequences of ``before`` tokens ``[B]`` were cropped to ``after``."""
+        """Rotate all keys to their positions after sequences ``[B]`` were cropped from old to new lengths."""
 
-    def turn(self, store: Any, layer: int, index: Tensor, further: Tensor) -> None:
-        """Rotate stored keys on by ``further`` places, in place.
+    def rotate_stored_keys(self, store: Any, layer: int, pool_index: Tensor, offset: Tensor) -> None:
+        """Rotate stored keys by ``offset`` positions, in place.
 
-        ``index`` ``[B, Hkv, N]`` says where they lie in the pool, in blocks that no other row shares.
+        ``pool_index`` ``[B, Hkv, N]`` says where they lie in the pool, in blocks that no other row shares.
         """
-        moved = further != 0
-        at, keys = index[moved], store.pages(layer).keys.flatten(0, 1)
-        keys[at] = rotate(self.decoder, keys[at][None, None], further[moved][None, None], layer=layer)[0, 0]
+        moved = offset != 0
+        moved_index, keys = pool_index[moved], store.pages(layer).keys.flatten(0, 1)
+        rotated = rotate(self.decoder, keys[moved_index][None, None], offset[moved][None, None], layer=layer)
+        keys[moved_index] = rotated[0, 0]
 
 
-class Slots(Turned):
-    """The place of a token is the number of tokens before it that its head holds.
+class SlotPositions(KeyRotation):
+    """The position of a token is the number of tokens before it in its row.
 
     While nothing is evicted this is its token index: a prompt is read as the model reads it. The model rotates new
-    tokens by the number of tokens that the longest row holds, and layers turn them on for each KV head that holds
-    fewer.
+    tokens by the length of the longest row, and layers rotate them back for each KV head whose row is shorter.
 
     Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
     """
 
     name = "slot"
-    counts_held = True
+    depends_on_cached = True
 
     def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
-        """Go on after the longest row of each sequence."""
-        came = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
-        batch.memo["behind"] = torch.stack([store.lengths_cpu.amax((0, 2)) for store in stores]).amax(0) - came
+        """Return the positions after the longest row of each sequence."""
+        counted = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
+        longest_rows = torch.stack([store.lengths_cpu.amax((0, 2)) for store in stores]).amax(0)
+        batch.memo["longest_rows"] = longest_rows - counted
         columns = torch.arange(batch.token_indices.shape[1], device=batch.token_indices.device)
         ends = torch.stack([store.lengths.amax((0, 2)) for store in stores]).amax(0)
         return ends.long()[:, None] + columns
 
     def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
-        """Turn the new tokens on from where the model put them to the end of their rows."""
-        came = batch.counts if batch.step else torch.zeros_like(batch.counts)
-        further = store.lengths_cpu[call.layer] - (came + batch.memo["behind"])[:, None]
+        """Rotate new tokens from the positions that the model gave them to the ends of their rows."""
+        counted = batch.counts if batch.step else torch.zeros_like(batch.counts)
+        offset = store.lengths_cpu[call.layer] - (counted + batch.memo["longest_rows"])[:, None]
         call = super().rotate_call(call, batch, store)
-        return replace(call, q=self._turned(call.q, further), k=self._turned(call.k, further))
+        return replace(call, q=self._rotate_rows(call.q, offset), k=self._rotate_rows(call.k, offset))
 
     def to_token_index(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
-        """Turn queries on by the number of tokens that their head has lost."""
-        return self._turned(q, batch.num_tokens[:, None] - store.lengths_cpu[layer])
+        """Rotate queries forward by the number of tokens that their row has lost."""
+        return self._rotate_rows(q, batch.num_tokens[:, None] - store.lengths_cpu[layer])
 
-    def by_place(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
-        """Turn queries back by the number of tokens that their head has lost."""
-        return self._turned(q, store.lengths_cpu[layer] - batch.num_tokens[:, None])
+    def to_cache_position(self, q: Tensor, batch: ForwardBatch, store: Any, layer: int) -> Tensor:
+        """Rotate queries back by the number of tokens that their row has lost."""
+        return self._rotate_rows(q, store.lengths_cpu[layer] - batch.num_tokens[:, None])
 
-    def _turned(self, x: Tensor, further: Tensor) -> Tensor:
-        """Rotate ``[B, H, T, D]`` by a number of places ``[B, Hkv]`` for each KV head."""
-        if not bool(further.any()):
+    def _rotate_rows(self, x: Tensor, offset: Tensor) -> Tensor:
+        """Rotate ``[B, H, T, D]`` by a number of positions ``[B, Hkv]`` for each KV head."""
+        if not bool(offset.any()):
             return x
-        wide = further.repeat_interleave(x.shape[1] // further.shape[1], 1)
-        return rotate(self.decoder, x, wide[:, :, None].to(x.device))
+        head_offset = offset.repeat_interleave(x.shape[1] // offset.shape[1], 1)
+        return rotate(self.decoder, x, head_offset[:, :, None].to(x.device))
 
-    def order(self, store: Any, layer: int) -> Tensor | None:
-        """Return the token indices that each row holds, ascending, ``[B, Hkv, N]``."""
+    def before_eviction(self, store: Any, layer: int) -> Tensor | None:
+        """Return the token indices of each row, ascending, ``[B, Hkv, N]``."""
         return _ascending(store.ledger(layer)[1])
 
-    def close_up(self, store: Any, layer: int, order: Tensor | None) -> None:
-        """Turn each key back by the number of tokens before it that went."""
-        assert order is not None
-        index, token_indices = store.ledger(layer)
-        slots_before, slots_in_order = (
-            torch.searchsorted(x, token_indices) for x in (_ascending(token_indices), order)
+    def after_eviction(self, store: Any, layer: int, old_order: Tensor | None) -> None:
+        """Rotate each key back by the number of tokens before it that were evicted."""
+        assert old_order is not None
+        pool_index, token_indices = store.ledger(layer)
+        positions, old_positions = (
+            torch.searchsorted(order, token_indices) for order in (_ascending(token_indices), old_order)
         )
-        self.turn(store, layer, index, (slots_before - slots_in_order).masked_fill(token_indices < 0, 0))
+        offset = (positions - old_positions).masked_fill(token_indices < 0, 0)
+        self.rotate_stored_keys(store, layer, pool_index, offset)
 
 
-class Interpolated(Turned):
-    """Places in the text; places of far tokens are squeezed into the model's context.
+class InterpolatedPositions(KeyRotation):
+    """The positions of the text, those of far tokens squeezed into the model's context.
 
-    Seen from a text's end, a token at a distance of more than half of the context is nearer, in proportion, so that the
-    first token lies as far away as the context is long. While a text is no longer than the context nothing is squeezed.
-    In a longer one held keys are turned on whenever it has grown by a sixteenth of the context, to where they lie as
-    seen from the end of the next sixteenth. New tokens lie at their own places.
+    A token whose distance to the text's end is more than half of the context gets a smaller distance, in proportion, so
+    that the first token is one context away. While a text is no longer than the context nothing is squeezed. In a
+    longer text the cached keys are rotated again whenever it has grown by a sixteenth of the context, to their
+    positions seen from the end of the next sixteenth. New tokens have their own positions.
 
     Source: position interpolation (Chen et al. 2023, arXiv 2306.15595), applied to far tokens alone; these are the
     tokens whose positions Self-Extend (Jin et al. 2024, arXiv 2401.01325) groups.
@@ -177,7 +178,7 @@ class Interpolated(Turned):
         self.stride, self.num_exact = max(self.context // 16, 1), self.context // 2
 
     def positions(self, batch: ForwardBatch, stores: Sequence[Any]) -> Tensor | None:
-        """Refuse passes whose new tokens would have to be squeezed for later ones."""
+        """Raise a ``UserError`` for a pass so long that its own tokens would be squeezed."""
         max_offset = self.num_exact - self.stride
         over = (batch.num_tokens > self.context) & (batch.counts > max_offset)
         if bool(over.any()):
@@ -191,17 +192,17 @@ class Interpolated(Turned):
         return None
 
     def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
-        """Turn the held keys of the layer, where a text has grown into another part."""
-        self._turn(store, call.layer, batch.num_tokens - batch.counts, batch.num_tokens)
+        """Rotate the cached keys of the layer, where a text has grown into another sixteenth."""
+        self._move_keys(store, call.layer, batch.num_tokens - batch.counts, batch.num_tokens)
         return super().rotate_call(call, batch, store)
 
-    def crop(self, stores: Sequence[Any], slots_in_order: Tensor, after: Tensor) -> None:
-        """Turn keys back, where a text is in an earlier part again."""
+    def crop(self, stores: Sequence[Any], old_lengths: Tensor, new_lengths: Tensor) -> None:
+        """Rotate keys back, where a text ends in an earlier sixteenth again."""
         for layer, store in enumerate(stores):
-            self._turn(store, layer, slots_in_order, after)
+            self._move_keys(store, layer, old_lengths, new_lengths)
 
-    def _turn(self, store: Any, layer: int, old_lengths: Tensor, new_lengths: Tensor) -> None:
-        """Turn a layer's keys from where they lie in texts of ``before`` tokens ``[B]`` to where they do in others."""
+    def _move_keys(self, store: Any, layer: int, old_lengths: Tensor, new_lengths: Tensor) -> None:
+        """Rotate a layer's keys from their positions in texts of old lengths ``[B]`` to those in texts of new ones."""
         ends = [
             ((x + self.stride - 1) // self.stride * self.stride).clamp_min(self.context)
             for x in (old_lengths, new_lengths)
@@ -210,19 +211,19 @@ class Interpolated(Turned):
         if not bool(moved.any()):
             return
         store.copy_shared_blocks(layer, moved)
-        index, token_indices = store.ledger(layer)
+        pool_index, token_indices = store.ledger(layer)
         old_positions, new_positions = (
             self._cache_positions(token_indices, end.to(token_indices.device)[:, None, None] - 1) for end in ends
         )
-        self.turn(store, layer, index, (new_positions - old_positions).masked_fill(token_indices < 0, 0))
+        offset = (new_positions - old_positions).masked_fill(token_indices < 0, 0)
+        self.rotate_stored_keys(store, layer, pool_index, offset)
 
-    def _cache_positions(self, token_indices: Tensor, at: Tensor) -> Tensor:
-        """Return the places of tokens as seen from token index ``at``, float64; the two arguments broadcast."""
-        distance, max_distance = (at - token_indices).double(), self.context - 1 - self.num_exact
-        share = max_distance / (at - self.num_exact).clamp_min(max_distance).double()
-        return at - torch.where(
-            distance > self.num_exact, self.num_exact + (distance - self.num_exact) * share, distance
-        )
+    def _cache_positions(self, token_indices: Tensor, last: Tensor) -> Tensor:
+        """Return the positions of tokens seen from token index ``last``, float64; the two arguments broadcast."""
+        distance, max_distance = (last - token_indices).double(), self.context - 1 - self.num_exact
+        share = max_distance / (last - self.num_exact).clamp_min(max_distance).double()
+        squeezed = self.num_exact + (distance - self.num_exact) * share
+        return last - torch.where(distance > self.num_exact, squeezed, distance)
 
 
 def _ascending(token_indices: Tensor) -> Tensor:
@@ -232,4 +233,4 @@ def _ascending(token_indices: Tensor) -> Tensor:
 
 
 #: By the option ``positions`` of a policy; under ``original`` keys stay as the model rotated them.
-ROTATIONS: dict[str, type[Turned]] = {"slot": Slots, "interpolated": Interpolated}
+ROTATIONS: dict[str, type[KeyRotation]] = {"slot": SlotPositions, "interpolated": InterpolatedPositions}

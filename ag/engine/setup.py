@@ -11,7 +11,7 @@ from torch import nn
 
 from ag.engine.block_pool import BlockPool, Pool
 from ag.engine.policy import Policy
-from ag.engine.positions import ROTATIONS, Turned
+from ag.engine.positions import ROTATIONS, KeyRotation
 from ag.errors import BudgetWarning, UserError
 from ag.gates.attach import attached_gates, check_geometry, move_to_layers
 from ag.gates.gate import AttentionGates
@@ -48,7 +48,7 @@ class CacheSetup:
     pool: BlockPool
     heads: list[KVHeads]
     budget_layers: list[int]
-    rotation: Turned | None
+    rotation: KeyRotation | None
     rope: RopeByText | None
     chunk: int | None
     goes_on: bool

@@ -51,7 +51,7 @@ class Attachment:
     hybrid: bool  # whether some layers do not attend
     rope: RopeByText | None  # None means that its frequencies do not depend on the length of a text
     gates: nn.Module | None = None  # see ag.gates.attach
-    unturned: str | None = None  # see ag.model.support.check_rotations; None before its first call
+    rope_mismatch: str | None = None  # see ag.model.support.check_rotations; None before its first call
     goes_on: bool | None = None  # see ag.model.support.states_go_on; None before its first call
 
 

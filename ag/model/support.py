@@ -85,28 +85,31 @@ def _is_cache_of_its_own(kind: Any) -> bool:
 
 
 def check_rotations(decoder: Any, operation: str, instead: str) -> None:
-    """Raise unless queries and keys of every layer can be rotated to other places: whole ones, by fixed frequencies.
+    """Raise unless queries and keys of every layer can be rotated to other positions by fixed frequencies.
 
-    ``what`` needs it, and ``instead`` says what to do; the decoder is instrumented.
+    Args:
+        decoder: the model's stack of layers, which is instrumented.
+        operation: what needs the rotation, for the message.
+        instead: what the user can do, a sentence.
 
     Raises:
-        UnsupportedModelError: naming the class and what it does.
+        UnsupportedModelError: the class does not rotate its keys so; the message says what it does.
     """
     attachment = decoder._ag_attachment
-    if attachment.unturned is None:
-        attachment.unturned = _unturned(decoder)
-    if attachment.unturned:
-        raise UnsupportedModelError(f"{operation}: {type(decoder).__name__} {attachment.unturned}. {instead}")
+    if attachment.rope_mismatch is None:
+        attachment.rope_mismatch = _rope_mismatch(decoder)
+    if attachment.rope_mismatch:
+        raise UnsupportedModelError(f"{operation}: {type(decoder).__name__} {attachment.rope_mismatch}. {instead}")
 
 
-def several_positions(decoder: Any) -> bool:
-    """Tell whether a token has several positions (time, height, width), as in Qwen2-VL: its rank is none of them."""
+def has_multiple_positions(decoder: Any) -> bool:
+    """Return whether a token has several positions (time, height, width), as in Qwen2-VL."""
     return "mrope_section" in (getattr(decoder.config, "rope_parameters", None) or {})
 
 
 def check_one_position_per_token(decoder: Any, operation: str) -> None:
-    """Raise ``UserError`` for what takes the length of a sequence for its next position, where it is another one."""
-    if several_positions(decoder):
+    """Raise a ``UserError`` for an operation that takes the length of a text for its next position, if it is not."""
+    if has_multiple_positions(decoder):
         raise UserError(
             f"{operation}: tokens of {type(decoder).__name__} have several positions (time, height, width): the "
             "next one of a text does not follow from its length; leave this out, or use a model with one position a "
@@ -114,8 +117,8 @@ def check_one_position_per_token(decoder: Any, operation: str) -> None:
         )
 
 
-def check_turns(decoder: Any, positions: str) -> None:
-    """Raise ``UserError`` unless all layers can rotate anew: by one RoPE, see :func:`check_rotations`, no windows."""
+def check_rerotation(decoder: Any, positions: str) -> None:
+    """Raise a ``UserError`` unless cached keys can be rotated again: one RoPE for all layers, no sliding windows."""
     check_rotations(decoder, f"positions={positions}", "Use positions=original.")
     types = decoder.rotary_emb.rope_type
     if isinstance(types, dict):
@@ -176,12 +179,12 @@ def _read_in_two_parts(decoder: Any) -> bool:
     return True
 
 
-def _unturned(decoder: Any) -> str:
-    """Say how :func:`ag.model.rope.rotate` differs from the model's RoPE; empty where they agree.
+def _rope_mismatch(decoder: Any) -> str:
+    """Return how :func:`ag.model.rope.rotate` differs from the model's RoPE, in words; empty if they agree.
 
     Layers are tried: some models rotate in some of their layers only, or a part of each key, which no name tells.
     """
-    if several_positions(decoder):
+    if has_multiple_positions(decoder):
         return "rotates each key by several positions; expected one for each token"
     rotary: Any = getattr(decoder, "rotary_emb", None)
     types = getattr(rotary, "rope_type", None)
@@ -196,9 +199,9 @@ def _unturned(decoder: Any) -> str:
             label = f"{kind or 'no'} RoPE"
             return f"rotates keys by {label}; expected fixed frequencies (default, linear, llama3, yarn)"
         q = _probed(decoder, index, attention)
-        turned = 2 * len(getattr(rotary, f"{name}_inv_freq" if name else "inv_freq"))
-        if q.shape[-1] != turned:
-            return f"rotates {turned} of a key's {q.shape[-1]} dimensions; expected all"
+        rotated_size = 2 * len(getattr(rotary, f"{name}_inv_freq" if name else "inv_freq"))
+        if q.shape[-1] != rotated_size:
+            return f"rotates {rotated_size} of a key's {q.shape[-1]} dimensions; expected all"
         first_query, second_query = q[:, :, :1].float(), q[:, :, 1:].float()
         moved = rotate(decoder, first_query, torch.full((1, 1, 1), PROBE_DISTANCE, device=q.device), layer=index)
         if torch.linalg.vector_norm(moved - second_query) > TOLERANCE * torch.linalg.vector_norm(second_query):
