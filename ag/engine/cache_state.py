@@ -67,7 +67,7 @@ class CacheState:
         self.recorded_prompt = None if reconstruction_scorer is None else RecordedPrompt(reconstruction_scorer)
         gated_layers = () if gates is None else gates.layer_indices
         self.layers = [
-            Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.sharers[index])
+            Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.kv_reader_counts[index])
             for index in range(len(setup.heads))
         ]
         self.pass_open, self.kind = False, None
@@ -150,7 +150,7 @@ class CacheState:
         left, rotation = self.sequences.num_tokens, self.setup.rotation
         if rotation is not None:
             rotation.crop(self.store_of, left + removed_tokens, left)
-        if any(layer.removes for layer in self.layers):
+        if any(layer.frees_expired for layer in self.layers):
             for layer in self.layers:
                 layer.crop(self.store_of[layer.index], removed_tokens, left)
         else:

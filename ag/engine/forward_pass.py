@@ -216,11 +216,11 @@ class ForwardPass(Interceptor):
         """Apply the gate that reads this layer's input to the new tokens."""
         batch, gates = self.batch, self.setup.gates
         assert batch is not None
-        if gates is None or not (batch.is_prefill or self.setup.policy.asks_later(gates)):
+        if gates is None or not (batch.is_prefill or self.setup.policy.runs_gates_in_decode(gates)):
             return
         target = layer + gates.config.layer_offset
         if str(target) in gates.layers:
-            self.state.layers[target].judge(hidden, batch)
+            self.state.layers[target].run_gate(hidden, batch)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, call: AttentionCall) -> Tensor:
@@ -249,7 +249,7 @@ class ForwardPass(Interceptor):
         if state.recorded_prompt is not None and batch.is_prefill:
             state.recorded_prompt.look(call)
         try:
-            return state.layers[call.layer].run(call, batch, state.store_of, evictor)
+            return state.layers[call.layer].forward(call, batch, state.store_of, evictor)
         except PoolFullError:
             if state.sequences.columns == self._length:  # the text can be read again
                 tokens, num_blocks = int(batch.counts.max()), sum(store.num_blocks() for store in state.stores)
@@ -269,8 +269,8 @@ class ForwardPass(Interceptor):
             state.evictor.end_pass(batch)
         if batch.step:
             for layer in state.layers:
-                if layer.has_hidden:
-                    layer.remove_hidden_if_many(batch, state.store_of[layer.index])
+                if layer.can_expire:
+                    layer.free_expired_if_many(batch, state.store_of[layer.index])
         if batch.ends_prompt:
             self.setup.pool.trim()
             if policy.steps is None:  # nothing is scored again

@@ -31,7 +31,7 @@ from ag.model.interceptor import AttentionCall
 from ag.model.projection import output_weight
 from ag.model.rope import rotate
 
-MAX_HIDDEN = 64  # tokens that no later query sees and a row may still hold, before they are removed
+MAX_EXPIRED = 64  # expired tokens, which no later query sees, that a row may hold before they are freed
 
 
 class Layer:
@@ -42,36 +42,36 @@ class Layer:
         decoder: the model's stack of layers.
         index: of the layer.
         gates: of the model; None means that this layer has no gate.
-        sharers: later layers of the model that read the keys and values of this one.
+        num_kv_readers: number of later layers of the model that read the keys and values of this one.
     """
 
     def __init__(
-        self, policy: Policy, decoder: Any, index: int, gates: AttentionGates | None, sharers: int = 0
+        self, policy: Policy, decoder: Any, index: int, gates: AttentionGates | None, num_kv_readers: int = 0
     ) -> None:
-        self.sharers = sharers
+        self.num_kv_readers = num_kv_readers
         self.index, self.policy, self.decoder, self.gates = index, policy, decoder, gates
-        #: Newest tokens that a query sees whatever their flags, its own included; None means that flags do not act.
+        #: Newest tokens that a query sees whatever their flags, its own included. None: flags do not act.
         self.visible_unflagged = None if gates is None or policy.budget is not None else gates.config.recent_tokens
-        #: Sliding window of the model's layer; None means that it has none.
+        #: Sliding window of the model's layer. None: it has none.
         self.window: int | None = None
-        #: Tokens of the chunks of a text within which the layer attends; None means that it has none.
+        #: Tokens of the chunks of a text within which the layer attends. None: it attends to the whole text.
         self.chunk: int | None = None
-        #: Whether later queries see only a part of the held tokens: a sliding window, or flags.
-        self.has_hidden = self.visible_unflagged is not None
+        #: Whether cached tokens expire, so that no later query sees them: by a sliding window, or by flags.
+        self.can_expire = self.visible_unflagged is not None
         #: The last queries of each sequence, for scorers that look back at them.
         self.observation_window = ObservationWindow()
-        #: Tokens of the longest row after hidden tokens were last removed.
-        self.longest_after_removal = 0
+        #: Tokens of the longest row after expired tokens were last freed.
+        self.max_length_after_freeing = 0
         #: Time spent on scores and decisions.
         self.watch = Stopwatch()
         #: Keys and values of the layer's gate.
         self.gate_memory = GateMemory(0 if gates is None else gates.config.window)
 
-    def judge(self, hidden: Tensor, batch: ForwardBatch) -> None:
-        """Apply the layer's gate to the hidden states ``[B, T, d]`` of the new tokens, before these are stored."""
+    def run_gate(self, hidden: Tensor, batch: ForwardBatch) -> None:
+        """Run the layer's gate on the hidden states ``[B, T, d]`` of the new tokens, before these are stored."""
         assert self.gates is not None
         gate, memory = cast("AttentionGate", self.gates.layers[str(self.index)]), self.gate_memory
-        in_decode = self.policy.asks_later(self.gates)
+        in_decode = self.policy.runs_gates_in_decode(self.gates)
         valid = None if batch.step or not batch.padded else batch.token_indices >= 0
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             if memory or in_decode or not batch.ends_prompt:
@@ -84,30 +84,33 @@ class Layer:
             memory.reset()
         batch.memo["logits", self.index] = logits
 
-    def run(
+    def forward(
         self, call: AttentionCall, batch: ForwardBatch, stores: Sequence[KVStore], evictor: Evictor | None
     ) -> Tensor:
-        """Take a pass, and return the attention output ``[B, H, T, Dv]``.
+        """Store the new tokens, attend and evict; return the attention output ``[B, H, T, Dv]``.
 
-        ``stores`` hold the rows of each layer. ``evictor`` decides what goes; None means that this pass evicts nothing
-        from this layer.
+        Args:
+            call: the layer's queries, and the keys and values of the new tokens.
+            batch: the pass.
+            stores: the rows of each layer.
+            evictor: decides which tokens are evicted. None: this pass evicts nothing from this layer.
         """
         store = stores[self.index]
-        self.window, self.has_hidden = call.window, call.window is not None or self.visible_unflagged is not None
+        self.window, self.can_expire = call.window, call.window is not None or self.visible_unflagged is not None
         self.chunk = call.chunk
         depends_on_cached = store.rotation is not None and store.rotation.depends_on_cached
-        if (
-            depends_on_cached or self.chunk is not None
-        ) and not batch.is_first_pass:  # tokens that no new one sees go first
+        if (depends_on_cached or self.chunk is not None) and not batch.is_first_pass:  # the new tokens see the rest
             first = batch.num_tokens - batch.counts
             if depends_on_cached or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
-                self._remove_hidden(batch, store, first, batch.counts[:, None] if batch.step else 0)
+                self._free_expired(batch, store, first, batch.counts[:, None] if batch.step else 0)
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
-        if self.sharers and not batch.is_first_pass:  # nothing goes before the last of them has attended to it
-            key = "sharers", self.index
-            left, placed, weights, evictor = batch.memo.get(key, (self.sharers, placed, weights, evictor))
-            batch.memo[key] = left - 1, placed, weights, evictor
-            if left:
+        if self.num_kv_readers and not batch.is_first_pass:  # the last layer that reads this one's keys evicts
+            key = "kv_readers", self.index
+            readers_left, placed, weights, evictor = batch.memo.get(
+                key, (self.num_kv_readers, placed, weights, evictor)
+            )
+            batch.memo[key] = readers_left - 1, placed, weights, evictor
+            if readers_left:
                 return out.to(call.q.dtype)
         elif call.shared:
             return out.to(call.q.dtype)
@@ -120,8 +123,8 @@ class Layer:
                     queries = self._add_past_queries(queries, batch, store, last)
                 if batch.evicting is not None or needs.every_query:
                     self._score_and_evict(placed, batch, stores, evictor, queries, weights=weights)
-        if self.has_hidden and not batch.step:  # after a step ForwardPass.end_pass does it for all layers
-            self.remove_hidden_if_many(batch, store)
+        if self.can_expire and not batch.step:  # after a step ForwardPass.end_pass does it for all layers
+            self.free_expired_if_many(batch, store)
         return out.to(call.q.dtype)
 
     # ---- append and attend
@@ -145,7 +148,7 @@ class Layer:
         if not call.shared:
             k, v = (x.to(store.pool.dtype) for x in (placed.k, placed.v))  # autocast
             kv_append(pages, k, v, batch.token_indices, gate)
-            if self.sharers:
+            if self.num_kv_readers:
                 batch.memo["gate", self.index] = gate
         if call.mask is not None and recent is not None:
             raise UserError("Tokens of an image see later ones: expected gates that read a prompt densely.")
@@ -282,30 +285,30 @@ class Layer:
 
     # ---- tokens that no later query sees
 
-    def remove_hidden_if_many(self, batch: ForwardBatch, store: KVStore) -> None:
-        """Remove tokens that left the sliding window, or are neither flagged nor recent, once they are many."""
-        visible = (self.window or 0) - 1 if self.visible_unflagged is None else self.longest_after_removal
-        if batch.ends_prompt or int(store.lengths_cpu[self.index].max()) >= visible + MAX_HIDDEN:
-            with suppress(PoolFullError):  # no room for copies of shared blocks: hidden tokens stay for now
-                self._remove_hidden(batch, store, batch.settled)
+    def free_expired_if_many(self, batch: ForwardBatch, store: KVStore) -> None:
+        """Free tokens that left the sliding window, or are neither flagged nor recent, once they are many."""
+        visible = (self.window or 0) - 1 if self.visible_unflagged is None else self.max_length_after_freeing
+        if batch.ends_prompt or int(store.lengths_cpu[self.index].max()) >= visible + MAX_EXPIRED:
+            with suppress(PoolFullError):  # no room for copies of shared blocks: expired tokens stay for now
+                self._free_expired(batch, store, batch.settled)
 
     @property
-    def removes(self) -> bool:
-        """Whether tokens that no later query sees are removed, so that a row's newest tokens need not lie last."""
-        return self.has_hidden or self.chunk is not None
+    def frees_expired(self) -> bool:
+        """Whether expired tokens are freed, so that a row's newest tokens need not lie last."""
+        return self.can_expire or self.chunk is not None
 
     def crop(self, store: KVStore, tokens: Tensor, left: Tensor) -> None:
         """Drop the ``tokens`` ``[B]`` newest tokens of each sequence; ``left`` ``[B]`` tokens stay."""
-        if not self.removes:
+        if not self.frees_expired:
             return store.truncate(tokens, slice(self.index, self.index + 1))
         token_indices = store.token_indices(self.index)
         keep = (token_indices >= 0) & (token_indices < left.to(token_indices.device)[:, None, None])
         store.keep({self.index: keep})
 
-    def _remove_hidden(self, batch: ForwardBatch, store: KVStore, query: Tensor, coming: Tensor | int = 0) -> None:
-        """Remove the tokens that no query of a token index from ``query`` ``[B]`` on sees.
+    def _free_expired(self, batch: ForwardBatch, store: KVStore, query: Tensor, uncached: Tensor | int = 0) -> None:
+        """Free the tokens that no query of a token index from ``query`` ``[B]`` on sees.
 
-        ``store.lengths_cpu`` counts ``coming`` ``[B, 1]`` tokens already that are not stored yet.
+        ``store.lengths_cpu`` already counts ``uncached`` ``[B, 1]`` tokens that are not stored yet.
         """
         dense = self._dense(batch) and not batch.ends_prompt  # later parts of the prompt see all tokens
         # scorers look back at queries that see further, except after the border of a chunk
@@ -316,12 +319,12 @@ class Layer:
         index, token_indices = store.ledger(self.index)
         keep = self.visible(store, index, token_indices, query, flags=not dense)
         kept = keep.sum(-1).cpu()
-        if bool((kept < store.lengths_cpu[self.index] - coming).any()):
+        if bool((kept < store.lengths_cpu[self.index] - uncached).any()):
             spare = 1 if batch.step else 0  # the block of a step's token is kept
             store.compact({self.index: keep}, kept[None], spare)
-            store.lengths_cpu[self.index] += coming
+            store.lengths_cpu[self.index] += uncached
             batch.memo["expired"] = True
-        self.longest_after_removal = int(kept.max())
+        self.max_length_after_freeing = int(kept.max())
 
     def visible(
         self, store: KVStore, index: Tensor, token_indices: Tensor, query: Tensor, flags: bool = True

@@ -80,7 +80,7 @@ class Policy:
         """Whether all KV heads of a layer hold equal tokens in equal slots, because all evictions agree."""
         return self.scorer is not None and self.scorer.same_for_all_heads and not self.allocator.compares_heads
 
-    def asks_later(self, gates: AttentionGates | None) -> bool:
+    def runs_gates_in_decode(self, gates: AttentionGates | None) -> bool:
         """Whether gates also run on the tokens that follow the prompt."""
         wanted = self.budget is None or self.steps is not None
         return gates is not None and gates.config.covers == "all" and wanted

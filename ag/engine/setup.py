@@ -39,7 +39,7 @@ class CacheSetup:
         rope: chooses the frequencies of a text; None means that they do not depend on its length.
         chunk: tokens of the chunks of a text within which some layers attend; None means that no layer does.
         goes_on: whether layers that keep states go on from them in a pass of several tokens.
-        sharers: of each layer, how many later layers of the model read its keys and values.
+        kv_reader_counts: of each layer, how many later layers of the model read its keys and values.
     """
 
     policy: Policy
@@ -52,7 +52,7 @@ class CacheSetup:
     rope: RopeByText | None
     chunk: int | None
     goes_on: bool
-    sharers: list[int]
+    kv_reader_counts: list[int]
 
     @classmethod
     def of(cls, model: nn.Module, policy: Policy, pool: Pool | None) -> CacheSetup:
@@ -93,7 +93,7 @@ class CacheSetup:
             budget_layers = gates.layer_indices
         attending = attention_layers(config)
         sources = [attending.index(source) for source in shared_layers(config).values()]
-        sharers = [sources.count(index) for index in range(len(heads))]
+        kv_reader_counts = [sources.count(index) for index in range(len(heads))]
         return cls(
             policy=policy,
             decoder=decoder,
@@ -105,7 +105,7 @@ class CacheSetup:
             rope=rope,
             chunk=chunk_size(config),
             goes_on=states_go_on(decoder),
-            sharers=sharers,
+            kv_reader_counts=kv_reader_counts,
         )
 
     @property

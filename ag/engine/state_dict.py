@@ -11,7 +11,7 @@ from torch import Tensor
 from ag.engine.cache_state import CacheState
 from ag.engine.evictor import Stopwatch
 from ag.engine.kv_store import KVStore
-from ag.engine.layer import MAX_HIDDEN, Layer
+from ag.engine.layer import MAX_EXPIRED, Layer
 from ag.engine.sequences import SequenceState
 from ag.errors import UserError
 
@@ -67,7 +67,7 @@ def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
             "held", bool(((lengths >= 0) & (lengths <= cache.sequences.num_tokens[:, None] * store.layer_mask)).all())
         )
         needed = -(-lengths // store.block_size)
-        _require("owned", bool(((owned >= needed) & (owned <= needed + MAX_HIDDEN // store.block_size + 2)).all()))
+        _require("owned", bool(((owned >= needed) & (owned <= needed + MAX_EXPIRED // store.block_size + 2)).all()))
         store.start_batch(batch)
         store.allocate(slice(None), owned)
         store.lengths_cpu.copy_(lengths)
@@ -107,8 +107,8 @@ def _restore_layer(cache: CacheState, part: Layer, saved: Mapping[str, Any]) -> 
     for name in ("window", "chunk"):
         _require(name, saved[name] is None or type(saved[name]) is int)
     part.window, part.chunk = saved["window"], saved["chunk"]
-    part.has_hidden = part.window is not None or part.visible_unflagged is not None
-    part.watch, part.longest_after_removal = Stopwatch(float(saved["seconds"])), slots
+    part.can_expire = part.window is not None or part.visible_unflagged is not None
+    part.watch, part.max_length_after_freeing = Stopwatch(float(saved["seconds"])), slots
 
 
 def _state_of_sequences(sequences: SequenceState) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from ag import retention
 from ag.engine.allocators.uniform import Uniform
 from ag.engine.cache import EvictionCache
-from ag.engine.layer import MAX_HIDDEN
+from ag.engine.layer import MAX_EXPIRED
 from ag.model.geometry import sliding_windows
 from ag.serve.request import Request
 
@@ -77,8 +77,8 @@ class Admission:
                 decode_tokens = min(decode_tokens, self._capacity(protected, decode_tokens) + over_budget)
         unevicted = num_prompt + reconstruction
         return BlockNeed(
-            prefill=self._blocks(prefill_tokens + reconstruction, unevicted, MAX_HIDDEN + self.max_chunk),
-            decode=self._blocks(decode_tokens, num_prompt + num_decoded, min(num_decoded, MAX_HIDDEN)),
+            prefill=self._blocks(prefill_tokens + reconstruction, unevicted, MAX_EXPIRED + self.max_chunk),
+            decode=self._blocks(decode_tokens, num_prompt + num_decoded, min(num_decoded, MAX_EXPIRED)),
         )
 
     def max_concurrent(self, request: Request, blocks: int) -> int:
