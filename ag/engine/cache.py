@@ -111,7 +111,7 @@ class EvictionCache(Cache):
             UserError: before the end of a prompt, where something else is in the way, or for a policy that
                 :func:`ag.policy` cannot make again.
         """
-        self.state.check_whole()
+        self.state.check_pass_finished()
         self.state.check_scores()
         saved.save(self.state, path)
 

@@ -20,7 +20,7 @@ from ag.model.hybrid import States
 from ag.model.support import check_one_position_per_token
 
 #: The types of weights and of autocast (None means off) of a pass, and whether it is under inference mode.
-PassKind = tuple[torch.dtype, torch.dtype | None, bool]
+ComputeMode = tuple[torch.dtype, torch.dtype | None, bool]
 
 
 class CacheState:
@@ -32,9 +32,9 @@ class CacheState:
 
     #: Lengths of the sequences, and which tokens may be evicted or taken back.
     sequences: SequenceState
-    #: The rows, one store for the layers of each kind of KV heads; and the store of each layer.
+    #: The rows, one store for the layers of each shape of KV heads; and the store of each layer.
     stores: list[KVStore]
-    store_of: list[KVStore]
+    layer_stores: list[KVStore]
     layers: list[Layer]
     #: Decides which tokens are evicted; None means that the policy has no budget.
     evictor: Evictor | None
@@ -43,7 +43,7 @@ class CacheState:
     #: The prompt, for a policy that lets the model repeat it; None means that the policy needs no repetition.
     recorded_prompt: RecordedPrompt | None
     #: How the contents were computed; None means that no pass was made yet.
-    kind: PassKind | None
+    compute_mode: ComputeMode | None
     #: Whether a forward pass began and has not ended; after an error within it only :meth:`reset` helps.
     pass_open: bool
 
@@ -57,8 +57,8 @@ class CacheState:
         gates, gate_type = setup.gates, None
         if gates is not None:
             gate_type = torch.bool if policy.budget is None else torch.float32
-        self.store_of = stores_of(setup.pool, setup.heads, gate_type, setup.rotation)
-        self.stores = [*dict.fromkeys(self.store_of)]
+        self.layer_stores = stores_of(setup.pool, setup.heads, gate_type, setup.rotation)
+        self.stores = [*dict.fromkeys(self.layer_stores)]
         self.states = States.of(setup.decoder.config)
         self.sequences = SequenceState(policy, setup.chunk, None if self.states is None else setup.goes_on)
         numbers = [heads.number for heads in setup.heads]
@@ -70,11 +70,11 @@ class CacheState:
             Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.kv_reader_counts[index])
             for index in range(len(setup.heads))
         ]
-        self.pass_open, self.kind = False, None
+        self.pass_open, self.compute_mode = False, None
 
     # ---- checks
 
-    def check_whole(self) -> None:
+    def check_pass_finished(self) -> None:
         """Refuse to go on where the last forward pass did not end, as after Ctrl-C or an error, until :meth:`reset`."""
         if self.pass_open:
             raise UserError(
@@ -111,8 +111,8 @@ class CacheState:
 
     def note_mode(self) -> None:
         """Note that tensors change under inference mode, and can be changed there alone from now on."""
-        if self.kind is not None and torch.is_inference_mode_enabled():
-            self.kind = (*self.kind[:2], True)
+        if self.compute_mode is not None and torch.is_inference_mode_enabled():
+            self.compute_mode = (*self.compute_mode[:2], True)
 
     # ---- other sequences, and fewer tokens
 
@@ -122,7 +122,7 @@ class CacheState:
         new = copy.copy(self)
         new.sequences = copy.deepcopy(self.sequences, {id(self.setup.policy): self.setup.policy})
         forks = {store: store.fork() for store in self.stores}
-        new.stores, new.store_of = [*forks.values()], [forks[store] for store in self.store_of]
+        new.stores, new.layer_stores = [*forks.values()], [forks[store] for store in self.layer_stores]
         new.layers = [layer.fork() for layer in self.layers]
         new.evictor = None if self.evictor is None else self.evictor.fork()
         new.recorded_prompt = None if self.recorded_prompt is None else self.recorded_prompt.fork()
@@ -140,7 +140,7 @@ class CacheState:
             if self.states is not None:
                 self.states.crop(0)
             return
-        self.check_whole()
+        self.check_pass_finished()
         self.check_scores()
         self.check_going_back("crop", columns)
         self.note_mode()
@@ -149,10 +149,10 @@ class CacheState:
             self.states.crop(columns or 0)
         left, rotation = self.sequences.num_tokens, self.setup.rotation
         if rotation is not None:
-            rotation.crop(self.store_of, left + removed_tokens, left)
+            rotation.crop(self.layer_stores, left + removed_tokens, left)
         if any(layer.frees_expired for layer in self.layers):
             for layer in self.layers:
-                layer.crop(self.store_of[layer.index], removed_tokens, left)
+                layer.crop(self.layer_stores[layer.index], removed_tokens, left)
         else:
             for store in self.stores:
                 store.truncate(removed_tokens)
@@ -179,8 +179,10 @@ class CacheState:
         """Append the sequences of another state, which :meth:`check_add` has accepted; that state is empty then."""
         self.check_scores()
         other.check_scores()
-        kinds_of_pass = [state.kind for state in (self, other) if state.kind is not None]
-        self.kind = max(kinds_of_pass, key=lambda kind: kind[2], default=None)  # of inference mode, where one is
+        modes = [state.compute_mode for state in (self, other) if state.compute_mode is not None]
+        self.compute_mode = max(
+            modes, key=lambda mode: mode[2], default=None
+        )  # inference mode, if one of them was in it
         self.note_mode()
         num_sequences = len(self.sequences)
         self.sequences.add(other.sequences)
@@ -202,7 +204,12 @@ class CacheState:
             ("policy", setup.policy == added.policy),
             ("gates", same_gates(setup.gates, added.gates)),
             ("pool", setup.pool is added.pool),
-            ("data types", self.kind is None or other.kind is None or self.kind[:2] == other.kind[:2]),
+            (
+                "data types",
+                self.compute_mode is None
+                or other.compute_mode is None
+                or self.compute_mode[:2] == other.compute_mode[:2],
+            ),
         )
         for property_name, fits in same:
             if not fits:
@@ -215,7 +222,7 @@ class CacheState:
             raise UserError("add: expected another cache that has read its prompt; read it first.")
         for state in (self, other):
             check_one_position_per_token(state.setup.decoder, "add")
-            state.check_whole()
+            state.check_pass_finished()
             state.sequences.check_positions_skip_padding("add")
             if len(state.sequences) and not state.sequences.ready:
                 raise UserError(

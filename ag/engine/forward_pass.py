@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ag.engine.block_pool import PoolFullError
-from ag.engine.cache_state import CacheState, PassKind
+from ag.engine.cache_state import CacheState, ComputeMode
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.masks import check_frequencies
 from ag.engine.reconstruction import evict_by_repetition
@@ -36,7 +36,7 @@ class ForwardPass(Interceptor):
         gates = self.setup.gates
         self.modules = () if gates is None else [gates]
         #: Whether :class:`ag.engine.step_runner.StepRunner` does the host's part of the pass at hand.
-        self.prepared = False
+        self.step_prepared = False
         #: The pass at hand; None before the first one.
         self.batch: ForwardBatch | None = None
         self._new: Tensor | None = None  # [B, T] bool, which columns of the forward pass at hand are tokens
@@ -70,12 +70,12 @@ class ForwardPass(Interceptor):
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
         """Announce the whole text; see :meth:`ag.engine.cache.EvictionCache.expect`."""
-        self.state.check_whole()
+        self.state.check_pass_finished()
         self.state.sequences.expect(valid.bool(), tokens)
 
-    def saw(self, tokens: Tensor | None) -> None:
+    def end_generation(self, tokens: Tensor | None) -> None:
         """Note the text ``[B, T]`` after generation; None means that it is not known."""
-        self.state.sequences.saw(tokens)
+        self.state.sequences.end_generation(tokens)
         if self.state.states is not None:  # drafts end
             self.state.states.record(False)
         self.state.check_scores()
@@ -88,7 +88,7 @@ class ForwardPass(Interceptor):
 
         A pass that cannot go on, or for which the pool has no room (``PoolFullError``), changes nothing.
         """
-        if self.prepared:
+        if self.step_prepared:
             return
         state, setup = self.state, self.setup
         if decoder is not setup.decoder:
@@ -100,15 +100,15 @@ class ForwardPass(Interceptor):
                 "cache, or use torch.compile(model), which leaves it out."
             )
         if state.pass_open:
-            state.check_whole()
+            state.check_pass_finished()
         sequences, (batch, length) = state.sequences, tokens.shape[:2]
         is_first_pass, ready = not sequences.columns, sequences.ready
         device = tokens.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        kind = next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled()
-        if not is_first_pass and state.kind is not None and state.kind != kind:
-            _check_kind(state.kind, kind)
-        state.kind = kind
+        compute_mode = next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled()
+        if not is_first_pass and state.compute_mode is not None and state.compute_mode != compute_mode:
+            _check_compute_mode(state.compute_mode, compute_mode)
+        state.compute_mode = compute_mode
         if not ready:
             self._check_prompt(tokens)
         new = sequences.extend(attention_mask, batch, length, tokens.device)
@@ -141,7 +141,7 @@ class ForwardPass(Interceptor):
                 f"of {announced} tokens came; leave prefill_chunk_size out, or use gates of gate.scope=causal."
             )
         if self.state.recorded_prompt is not None:
-            self.state.recorded_prompt.note(tokens, num_columns)
+            self.state.recorded_prompt.note_tokens(tokens, num_columns)
 
     def _check_room(self, new: Tensor) -> None:
         """Refuse a forward pass before it begins, where the pool has no room for its tokens ``[B, T]`` bool."""
@@ -156,7 +156,7 @@ class ForwardPass(Interceptor):
         evicts = self.setup.rotation is not None or sequences.may_evict(counts)
         # fewer copies are needed once nothing else refers to the blocks
         if not self.setup.pool.has(lambda: sum(store.blocks_needed(counts, evicts) for store in stores)):
-            sequences.take_back(new)
+            sequences.undo_extend(new)
             needed = sum(store.blocks_needed(counts, evicts) for store in stores)
             raise self.setup.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
 
@@ -167,18 +167,18 @@ class ForwardPass(Interceptor):
         """Yield the columns and positions of each pass, and end it; see :class:`ag.model.interceptor.Interceptor`."""
         state, new = self.state, self._new
         self._new = None
-        for number, batch in enumerate([self.batch] if new is None else state.sequences.batches(new)):
+        for number, batch in enumerate([self.batch] if new is None else state.sequences.split_into_passes(new)):
             assert batch is not None
             if number:
                 self.end_pass()
             self.batch, state.pass_open = batch, True
             positions = self._positions(position_ids, batch)
             if state.recorded_prompt is not None and batch.is_prefill:
-                state.recorded_prompt.follow(batch.token_indices, positions)
+                state.recorded_prompt.note_positions(batch.token_indices, positions)
             yield batch.columns, positions
         if state.recorded_prompt is not None and state.recorded_prompt.due(state.sequences):
             self._repeat_prompt()
-        if not self.prepared:
+        if not self.step_prepared:
             self.end_pass()
 
     def _positions(self, position_ids: Tensor | None, batch: ForwardBatch) -> Tensor | None:
@@ -247,9 +247,9 @@ class ForwardPass(Interceptor):
         if not (batch.is_prefill or setup.policy.steps is not None):
             evictor = None
         if state.recorded_prompt is not None and batch.is_prefill:
-            state.recorded_prompt.look(call)
+            state.recorded_prompt.note_call(call)
         try:
-            return state.layers[call.layer].forward(call, batch, state.store_of, evictor)
+            return state.layers[call.layer].forward(call, batch, state.layer_stores, evictor)
         except PoolFullError:
             if state.sequences.columns == self._length:  # the text can be read again
                 tokens, num_blocks = int(batch.counts.max()), sum(store.num_blocks() for store in state.stores)
@@ -270,7 +270,7 @@ class ForwardPass(Interceptor):
         if batch.step:
             for layer in state.layers:
                 if layer.can_expire:
-                    layer.free_expired_if_many(batch, state.store_of[layer.index])
+                    layer.free_expired_if_many(batch, state.layer_stores[layer.index])
         if batch.ends_prompt:
             self.setup.pool.trim()
             if policy.steps is None:  # nothing is scored again
@@ -287,15 +287,15 @@ class ForwardPass(Interceptor):
         state.pass_open = False
 
 
-def _check_kind(old_kind: PassKind, new_kind: PassKind) -> None:
+def _check_compute_mode(old_mode: ComputeMode, new_mode: ComputeMode) -> None:
     """Refuse a pass whose types or inference mode differ from the passes that computed the held tokens."""
-    if old_kind[:2] != new_kind[:2]:
-        texts = [f"{weights}, autocast {autocast or 'off'}" for weights, autocast, _ in (old_kind, new_kind)]
+    if old_mode[:2] != new_mode[:2]:
+        texts = [f"{weights}, autocast {autocast or 'off'}" for weights, autocast, _ in (old_mode, new_mode)]
         raise UserError(
             f"EvictionCache: what is held was computed in {texts[0]}, and the model now computes in {texts[1]}: go "
             "on as before, or call cache.reset() and read the text again."
         )
-    if old_kind[2]:
+    if old_mode[2]:
         raise UserError(
             "EvictionCache: a context was read, copied or cropped under torch.inference_mode(), whose tensors "
             "cannot be changed outside of it: go on under torch.inference_mode(), or use torch.no_grad()."

@@ -75,7 +75,7 @@ def check_frequencies(rope: RopeByText, state: Any, new: Tensor, model: str) -> 
         outgrows |= (rope.set_of(state.prompt_len) != old_text) & (state.num_tokens > 0)
     if bool(outgrows.any()):
         row, read = int(outgrows.long().argmax()), state.num_tokens.tolist()
-        state.take_back(new)
+        state.undo_extend(new)
         raise UserError(
             f"{model}: its RoPE has other frequencies for texts of more than {rope.changes} tokens, and sequence {row} "
             f"of this cache, of which {read[row]} tokens were read, began as a text of {int(state.text_len[row])}: "

@@ -94,9 +94,9 @@ def _evict(state: CacheState, batch: ForwardBatch, measured: Measured) -> None:
     for layer, scores in measured.scores.items():
         part, call = state.layers[layer], state.recorded_prompt.calls[layer]
         part.watch = Stopwatch(part.watch.seconds + measured.seconds / len(measured.scores))
-        part.evict_by_records(call, batch, state.store_of, state.evictor, {"repeated": scores})
+        part.evict_by_records(call, batch, state.layer_stores, state.evictor, {"repeated": scores})
     for layer in measured.scores:
-        state.store_of[layer].records[layer] = {}
+        state.layer_stores[layer].records[layer] = {}
     state.sequences.note_eviction(everyone, capacity)
 
 
@@ -163,15 +163,20 @@ class Repetition(Interceptor):
         """Attend to the prompt and the repetition so far, measure, and forget the repetition."""
         state, layer = self.state, call.layer
         out: Tensor
-        out, _, call = state.layers[layer].append_and_attend(call, self.batch, state.store_of[layer])
+        out, _, call = state.layers[layer].append_and_attend(call, self.batch, state.layer_stores[layer])
         if layer in self.scores:
             self._measure(call)
-        state.store_of[layer].truncate(self.batch.counts, slice(layer, layer + 1), spare=0)
+        state.layer_stores[layer].truncate(self.batch.counts, slice(layer, layer + 1), spare=0)
         return out
 
     def _measure(self, call: AttentionCall) -> None:
         """Measure the attention of a repetition's queries to the chunk that they repeat."""
-        store, heads, paid, own = self.state.store_of[call.layer], call.k.shape[1], self._paid, self.batch.token_indices
+        store, heads, paid, own = (
+            self.state.layer_stores[call.layer],
+            call.k.shape[1],
+            self._paid,
+            self.batch.token_indices,
+        )
         token_indices, valid = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
         # nothing was evicted: the slot of a token is its index
         slots = token_indices.clamp_min(0)[:, None].expand(-1, heads, -1)

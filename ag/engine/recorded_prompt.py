@@ -40,7 +40,7 @@ class RecordedPrompt:
         #: How each layer attends: its last call, without the tokens.
         self.calls: dict[int, AttentionCall] = {}
 
-    def note(self, tokens: Tensor, num_columns: int) -> None:
+    def note_tokens(self, tokens: Tensor, num_columns: int) -> None:
         """Note the ids ``[B, T]`` of a forward pass, after ``num_columns`` of the prompt; refuse embeddings."""
         if tokens.ndim != 2:
             raise UserError("kvzip repeats the prompt by its token ids: give input_ids, not inputs_embeds.")
@@ -49,13 +49,13 @@ class RecordedPrompt:
             self.next_position = tokens.new_zeros(len(tokens))
         self.ids = torch.cat([self.ids[:, :num_columns], tokens], 1)
 
-    def follow(self, token_indices: Tensor, positions: Tensor | None) -> None:
+    def note_positions(self, token_indices: Tensor, positions: Tensor | None) -> None:
         """Note the positions ``[B or 1, w]`` of tokens of token indices ``[B, w]``, -1 where there is none."""
         assert positions is not None
         newest = torch.where(token_indices >= 0, positions.to(token_indices.device), -1).amax(1)
         self.next_position = torch.where(newest >= 0, newest + 1, self.next_position.to(token_indices.device))
 
-    def look(self, call: AttentionCall) -> None:
+    def note_call(self, call: AttentionCall) -> None:
         """Note how a layer attends."""
         self.calls[call.layer] = replace(call, **{x: getattr(call, x)[:, :, :0] for x in "qkv"}, memo={})
 

@@ -91,7 +91,7 @@ def report(state: CacheState, kinds: Mapping[str, Tensor]) -> Report:
 
 def visible_token_indices(state: CacheState, layer: int) -> Tensor:
     """Return a layer's token indices ``[B, Hkv, N]``, -1 on free slots and for tokens that no later query sees."""
-    store = state.store_of[layer]
+    store = state.layer_stores[layer]
     pool_indices, token_indices = store.ledger(layer)
     visible = state.layers[layer].visible(store, pool_indices, token_indices, state.sequences.settled)
     return token_indices.masked_fill(~visible, -1)
@@ -107,14 +107,14 @@ def share_held(state: CacheState, prompt: bool) -> float:
         token_indices = visible_token_indices(state, layer)
         end = lengths.to(token_indices.device)[:, None, None]
         num_held += int(((token_indices >= 0) & (token_indices < end)).sum())
-    total = int(lengths.sum()) * sum(store.kv_heads for store in state.store_of)
+    total = int(lengths.sum()) * sum(store.kv_heads for store in state.layer_stores)
     return num_held / total if total else 1.0
 
 
 def layer_nbytes(state: CacheState) -> list[int]:
     """Return the bytes of each layer's blocks and of its gate's memory; shared blocks count for each."""
     size = state.setup.pool.block_nbytes(state.stores[0].gate_type)
-    blocks = [int(store.block_counts[layer].sum()) for layer, store in enumerate(state.store_of)]
+    blocks = [int(store.block_counts[layer].sum()) for layer, store in enumerate(state.layer_stores)]
     return [n * size + layer.gate_memory.nbytes for n, layer in zip(blocks, state.layers, strict=True)]
 
 
@@ -122,7 +122,7 @@ def _plain_nbytes(state: CacheState, layer: Layer) -> int:
     """Return the bytes of transformers' own cache for these columns: in a window, all but the next token's."""
     columns = state.sequences.columns
     columns = columns if layer.window is None else min(columns, layer.window - 1)
-    number, key, value = state.store_of[layer.index].head_shape
+    number, key, value = state.layer_stores[layer.index].head_shape
     return len(state.sequences) * columns * number * (key + value) * state.setup.pool.dtype.itemsize
 
 
@@ -143,5 +143,5 @@ def _share_of(state: CacheState, name: str, columns: Tensor) -> float:
     for layer in range(len(state.layers)):
         visible = visible_token_indices(state, layer)
         num_held += int(counted.to(visible.device).gather(1, visible.where(visible >= 0, num_columns).flatten(1)).sum())
-    total = int(counted.sum()) * sum(store.kv_heads for store in state.store_of)
+    total = int(counted.sum()) * sum(store.kv_heads for store in state.layer_stores)
     return num_held / total if total else 1.0

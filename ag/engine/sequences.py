@@ -87,7 +87,7 @@ class SequenceState:
         self.ids.announce(tokens if num_given == columns else None, num_columns)
         self._expected = mask
 
-    def saw(self, tokens: Tensor | None) -> None:
+    def end_generation(self, tokens: Tensor | None) -> None:
         """Note the text ``[B, T]`` after generation; None means that it is not known."""
         self._expected = None
         self.ids.end(tokens, len(self))
@@ -159,7 +159,7 @@ class SequenceState:
         self.prompt_len, self._prompt = prompt.sum(1).cpu(), prompt
         self.text_len = self.text_len if num_columns else self.prompt_len
 
-    def take_back(self, new: Tensor) -> None:
+    def undo_extend(self, new: Tensor) -> None:
         """Undo :meth:`extend` for columns ``[B, T]`` that no pass has read."""
         self.mask = self.mask[:, : self.columns - new.shape[1]]
 
@@ -170,7 +170,7 @@ class SequenceState:
             self.step_token_indices, None, torch.ones_like(self.num_tokens), is_prefill=False, step=True
         )
 
-    def batches(self, new: Tensor) -> Iterator[ForwardBatch]:
+    def split_into_passes(self, new: Tensor) -> Iterator[ForwardBatch]:
         """Cut new columns ``[B, T]`` bool, True on tokens, into chunks of the prompt and what follows it."""
         lengths, start = new.sum(1).cpu(), self.num_tokens
         width, device = new.shape[1], new.device

@@ -34,7 +34,7 @@ def state_of(cache: CacheState) -> dict[str, Any]:
         "sequences": _state_of_sequences(cache.sequences),
         "held": [store.lengths_cpu for store in cache.stores],
         "owned": [store.block_counts for store in cache.stores],
-        "layers": {str(part.index): _state_of_layer(cache.store_of[part.index], part) for part in cache.layers},
+        "layers": {str(part.index): _state_of_layer(cache.layer_stores[part.index], part) for part in cache.layers},
         "budgets": None if cache.evictor is None else cache.evictor.budgets.state_dict(),
         "states": None if cache.states is None else cache.states.tensors,
     }
@@ -86,7 +86,7 @@ def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
 
 
 def _restore_layer(cache: CacheState, part: Layer, saved: Mapping[str, Any]) -> None:
-    store = cache.store_of[part.index]
+    store = cache.layer_stores[part.index]
     slots = int(store.lengths_cpu[part.index].max())
     columns, pool_index = _rows(store, part.index)
     for name, column in columns.items():

@@ -76,11 +76,11 @@ class StepRunner:
         check_one_position_per_token(decoder, "StepRunner")
         sequences.check_positions_skip_padding("StepRunner")
         interceptor.begin(decoder, None, tokens)
-        interceptor.prepared = True  # the device's part follows
+        interceptor.step_prepared = True  # the device's part follows
         try:
             logits = self._step(tokens)
         finally:
-            interceptor.prepared = False
+            interceptor.step_prepared = False
         interceptor.end_pass()
         return logits
 

@@ -32,7 +32,7 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         text = answers if ids is not None and ids.shape[1] == valid.shape[1] and isinstance(answers, Tensor) else None
         return output
     finally:
-        interceptor.saw(text)
+        interceptor.end_generation(text)
 
 
 def prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:

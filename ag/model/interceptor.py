@@ -134,7 +134,7 @@ class Interceptor(ABC):
         """
         return None
 
-    def saw(self, tokens: Tensor | None) -> None:
+    def end_generation(self, tokens: Tensor | None) -> None:
         """Record the text ``[B, T]`` after generation, whose last token may not have been read; None if unknown."""
         return None
 

@@ -43,7 +43,7 @@ class Admission:
     def __init__(self, cache: EvictionCache, config: PretrainedConfig, max_chunk: int) -> None:
         self.policy, self.max_chunk = cache.policy, max_chunk
         #: By layer, the number of KV heads and the tokens of a block.
-        self._rows = [(store.kv_heads, store.block_size) for store in cache.state.store_of]
+        self._rows = [(store.kv_heads, store.block_size) for store in cache.state.layer_stores]
         self._sliding_windows = sliding_windows(config)
         self._budget_layers = set(cache.setup.budget_layers)
         self._by_flags = self.policy.by_gates and self.policy.budget is None
@@ -54,7 +54,7 @@ class Admission:
     def record_kept_share(self, cache: EvictionCache, tokens: int) -> None:
         """Record how much of a prompt of ``tokens`` tokens the flags kept."""
         if self._by_flags:
-            rows = len(cache.state.sequences) * sum(store.kv_heads for store in cache.state.store_of)
+            rows = len(cache.state.sequences) * sum(store.kv_heads for store in cache.state.layer_stores)
             self._kept_tokens += sum(float(store.lengths_cpu.sum()) for store in cache.state.stores) / rows
             self._prompt_tokens += tokens
 

@@ -52,7 +52,7 @@ def memories(cache: EvictionCache) -> list[Memory]:
     state, pool = cache.state, cache.setup.pool
     num_tokens, block_nbytes = state.sequences.num_tokens, pool.block_nbytes(state.stores[0].gate_type)
     token_nbytes, num_heads = Counter[int | None](), 0  # bytes of a token in transformers' cache, by sliding window
-    for layer, store in zip(state.layers, state.store_of, strict=True):
+    for layer, store in zip(state.layers, state.layer_stores, strict=True):
         number, key, value = store.head_shape
         token_nbytes[layer.window] += number * (key + value) * pool.dtype.itemsize
         num_heads += number
@@ -67,7 +67,7 @@ def memories(cache: EvictionCache) -> list[Memory]:
 def cached_tokens(cache: EvictionCache) -> list[list[float]]:
     """Return the cached tokens of each sequence, by layer, as a mean over KV heads."""
     num_held = torch.stack([store.lengths_cpu.sum(2) for store in cache.state.stores]).sum(0)
-    num_heads = torch.tensor([store.kv_heads for store in cache.state.store_of])
+    num_heads = torch.tensor([store.kv_heads for store in cache.state.layer_stores])
     by_layer: list[list[float]] = (num_held / num_heads[:, None]).tolist()
     return by_layer
 

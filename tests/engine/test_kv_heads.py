@@ -101,7 +101,7 @@ def test_all_heads_of_all_layers_compete(heads):
     for one in (full, cache):
         model(ROWS[0][None], past_key_values=one)
     lengths = []
-    for layer, store in enumerate(full.state.store_of):
+    for layer, store in enumerate(full.state.layer_stores):
         places, token_indices = store.ledger(layer)
         assert token_indices.tolist() == [[[*range(40)]] * heads[layer][0]]
         lengths.append(torch.linalg.vector_norm(read(store.pages(layer), places[0])[0], dim=-1))
@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_heads(model):
     cache = EvictionCache(model, "full")
     for part in row(64, 1)[None].split([62, 1, 1], 1):
         model(part, past_key_values=cache)
-    assert [store.block_size for store in cache.state.store_of] == [16 if size == 16 else 32 for _, size in HEADS]
+    assert [store.block_size for store in cache.state.layer_stores] == [16 if size == 16 else 32 for _, size in HEADS]
     token_indices = 4 * (16 + 32)  # of a block
     blocks = [number * 64 // (16 if size == 16 else 32) for number, size in HEADS]
     assert cache.layer_nbytes() == [n * (16 * 16 * 2 * 4 + token_indices) for n in blocks]

@@ -81,7 +81,7 @@ def test_evictions_are_due_when_they_are_in_the_cache(schedule, budget):
     for prompt in (5, 33, 64, 100):
         sequences, due = SequenceState(ag.policy("knorm", budget, schedule)), []
         new = sequences.extend(None, 1, prompt, torch.device("cpu"))
-        passes = [*sequences.batches(new)]
+        passes = [*sequences.split_into_passes(new)]
         due = [int(x.num_tokens[0]) for x in passes if x.evicting is not None]
         for _ in range(80):
             sequences.extend(None, 1, 1, torch.device("cpu"))
