@@ -18,7 +18,7 @@ from ag.engine.block_pool import PoolFullError
 from ag.engine.cache_state import CacheState, ComputeMode
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.masks import check_frequencies
-from ag.engine.reconstruction import evict_by_repetition
+from ag.engine.reconstruction import evict_by_reconstruction
 from ag.errors import UserError
 from ag.model.hybrid import States
 from ag.model.interceptor import AttentionCall, Interceptor
@@ -203,7 +203,7 @@ class ForwardPass(Interceptor):
         """Let the model repeat the prompt, and evict by that."""
         assert self.batch is not None
         try:
-            evict_by_repetition(self.state, self.batch)
+            evict_by_reconstruction(self.state, self.batch)
         except PoolFullError:
             if self.state.sequences.columns == self._length:  # the text can be read again
                 self.reset()

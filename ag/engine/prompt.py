@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy
-from ag.engine.recorded_prompt import Measured
+from ag.engine.recorded_prompt import ReconstructionScores
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.gates.memory import has_gaps
@@ -98,7 +98,7 @@ class SharedPromptPass(Interceptor):
             cache.state.states = states
         self.modules = [module for cache in caches for module in cache.interceptor.modules]
         # a repetition does not depend on the budget, but it attends to codes where keys are held so
-        shared_results: dict[KVDtype, dict[KVzip, Measured]] = defaultdict(dict)
+        shared_results: dict[KVDtype, dict[KVzip, ReconstructionScores]] = defaultdict(dict)
         for cache in caches:
             if cache.state.recorded_prompt is not None:
                 cache.state.recorded_prompt.shared_results = shared_results[cache.policy.kv_dtype]

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ag.engine.cache_state import CacheState
 from ag.engine.evictor import Stopwatch
 from ag.engine.forward_batch import ForwardBatch
-from ag.engine.recorded_prompt import Measured
+from ag.engine.recorded_prompt import ReconstructionScores
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.kernels.attention_stats import attention_stats
@@ -24,7 +24,7 @@ from ag.model.projection import output_weight, projected_norms
 
 
 @torch.no_grad()
-def evict_by_repetition(state: CacheState, batch: ForwardBatch) -> None:
+def evict_by_reconstruction(state: CacheState, batch: ForwardBatch) -> None:
     """Let the model repeat the prompt that a cache holds, whole and nothing else, and evict.
 
     Args:
@@ -37,17 +37,17 @@ def evict_by_repetition(state: CacheState, batch: ForwardBatch) -> None:
     """
     prompt = state.recorded_prompt
     assert prompt is not None
-    measured = prompt.shared_results.get(prompt.scorer)
-    if measured is None:
-        measured = prompt.shared_results[prompt.scorer] = measure_repetition(state, batch)
+    result = prompt.shared_results.get(prompt.scorer)
+    if result is None:
+        result = prompt.shared_results[prompt.scorer] = measure_reconstruction(state, batch)
     prompt.shared_results = {}
-    _evict(state, batch, measured)
+    _evict(state, batch, result)
     prompt.clear()
 
 
 @torch.no_grad()
-def measure_repetition(state: CacheState, batch: ForwardBatch) -> Measured:
-    """Return the largest attention that the repetition pays each token; the cache is as before."""
+def measure_reconstruction(state: CacheState, batch: ForwardBatch) -> ReconstructionScores:
+    """Return the largest attention weight that each token gets while the prompt is repeated; the cache is as before."""
     sequences, setup, watch, prompt = state.sequences, state.setup, Stopwatch(), state.recorded_prompt
     assert prompt is not None
     if bool((sequences.num_tokens > sequences.prompt_len).any()):
@@ -64,9 +64,9 @@ def measure_repetition(state: CacheState, batch: ForwardBatch) -> Measured:
     scores = {layer: zeros.repeat(1, setup.heads[layer].number, 1) for layer in setup.budget_layers}
     with watch.running(device):
         for parts in zip_longest(*chunks, fillvalue=(range(0), [])):
-            repetition = Repetition(state, batch, prompt.scorer, [chunk for chunk, _ in parts], scores)
+            repetition = ReconstructionChunk(state, batch, prompt.scorer, [chunk for chunk, _ in parts], scores)
             repetition.read([ids for _, ids in parts], prompt.next_position)
-    return Measured(scores, watch.seconds)
+    return ReconstructionScores(scores, watch.seconds)
 
 
 def _check_reach(state: CacheState, repeated: list[int]) -> None:
@@ -85,29 +85,29 @@ def _check_reach(state: CacheState, repeated: list[int]) -> None:
             )
 
 
-def _evict(state: CacheState, batch: ForwardBatch, measured: Measured) -> None:
+def _evict(state: CacheState, batch: ForwardBatch, result: ReconstructionScores) -> None:
     """Decide and evict, layer by layer."""
     capacity = batch.prompts.capacity
     assert capacity is not None and state.evictor is not None and state.recorded_prompt is not None
     everyone = torch.ones(len(state.sequences), dtype=torch.bool)
     batch = replace(batch, is_first_pass=False, evicting=everyone)
-    for layer, scores in measured.scores.items():
+    for layer, scores in result.scores.items():
         part, call = state.layers[layer], state.recorded_prompt.calls[layer]
-        part.watch = Stopwatch(part.watch.seconds + measured.seconds / len(measured.scores))
+        part.watch = Stopwatch(part.watch.seconds + result.seconds / len(result.scores))
         part.evict_by_records(call, batch, state.layer_stores, state.evictor, {"repeated": scores})
-    for layer in measured.scores:
+    for layer in result.scores:
         state.layer_stores[layer].records[layer] = {}
     state.sequences.note_eviction(everyone, capacity)
 
 
-class Repetition(Interceptor):
+class ReconstructionChunk(Interceptor):
     """A forward pass that repeats a chunk of each prompt, and measures the attention to it.
 
     Args:
         state: of the cache that holds the prompts, whole.
         last_batch: the last pass of the prompts.
         scorer: of the policy.
-        places: by sequence, the tokens that are repeated.
+        chunks: by sequence, the token indices that are repeated.
         scores: the largest attention of each token so far, which it updates.
     """
 
@@ -124,11 +124,11 @@ class Repetition(Interceptor):
         rows = [torch.tensor([*range(min(scorer.sinks, chunk.start)), *chunk], dtype=torch.long) for chunk in chunks]
         device = state.setup.pool.device
         #: Token indices of the sinks and the chunk, ``[B, P]``.
-        self._paid = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
+        self._target_indices = pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
         self._norms: Tensor | None = None  # norms of the current layer's input, [B, T]
 
-    def read(self, rows: list[list[int]], following: Tensor) -> None:
-        """Let the model read a row of tokens after each prompt, at positions that go on from ``following`` ``[B]``."""
+    def read(self, rows: list[list[int]], first_position: Tensor) -> None:
+        """Let the model read tokens after each prompt, whose positions begin with ``first_position`` ``[B]``."""
         sequences, device = self.state.sequences, self.state.setup.pool.device
         ids = pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
         counts, columns = torch.tensor([len(row) for row in rows]), torch.arange(ids.shape[1])
@@ -145,7 +145,7 @@ class Repetition(Interceptor):
             is_first_pass=False,
             memo={},
         )
-        position_ids = (following.to(device)[:, None] + columns.to(device)).where(valid.to(device), 0)
+        position_ids = (first_position.to(device)[:, None] + columns.to(device)).where(valid.to(device), 0)
         self.state.setup.decoder(input_ids=ids.to(device), position_ids=position_ids, gating=self, use_cache=False)
 
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
@@ -155,12 +155,12 @@ class Repetition(Interceptor):
         yield None, position_ids if rotated is None else rotated
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
-        """Look at the hidden states ``[B, T, d]`` that enter the attention of a layer."""
+        """Record the norms of the hidden states ``[B, T, d]`` that enter a layer's attention, if they are needed."""
         if self.scorer.normalize:
             self._norms = torch.linalg.vector_norm(hidden.float(), dim=-1)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend to the prompt and the repetition so far, measure, and forget the repetition."""
+        """Attend to the prompt and the repeated tokens so far, measure, and remove the repeated tokens."""
         state, layer = self.state, call.layer
         out: Tensor
         out, _, call = state.layers[layer].append_and_attend(call, self.batch, state.layer_stores[layer])
@@ -171,24 +171,24 @@ class Repetition(Interceptor):
 
     def _measure(self, call: AttentionCall) -> None:
         """Measure the attention of a repetition's queries to the chunk that they repeat."""
-        store, heads, paid, own = (
+        store, heads, targets, own = (
             self.state.layer_stores[call.layer],
             call.k.shape[1],
-            self._paid,
+            self._target_indices,
             self.batch.token_indices,
         )
-        token_indices, valid = torch.cat([paid, own], 1), torch.cat([paid, own], 1) >= 0
+        token_indices, valid = torch.cat([targets, own], 1), torch.cat([targets, own], 1) >= 0
         # nothing was evicted: the slot of a token is its index
         slots = token_indices.clamp_min(0)[:, None].expand(-1, heads, -1)
         index = store.ledger(call.layer)[0].gather(2, slots)
         k, v = read(store.pages(call.layer), index)
         factors = None if self._norms is None else 1 / self._norms.clamp_min(1e-12)
         order = torch.arange(token_indices.shape[1], device=token_indices.device).where(valid, -1)
-        arguments = call.q.to(k.dtype), k, order[:, paid.shape[1] :], order[:, None], call.scaling
-        largest = attention_stats("max", *arguments, factors=factors, softmax=call.softmax)[:, :, : paid.shape[1]]
+        arguments = call.q.to(k.dtype), k, order[:, targets.shape[1] :], order[:, None], call.scaling
+        largest = attention_stats("max", *arguments, factors=factors, softmax=call.softmax)[:, :, : targets.shape[1]]
         if self.scorer.normalize:
-            values = v[:, :, : paid.shape[1]].float()
+            values = v[:, :, : targets.shape[1]].float()
             largest = largest * projected_norms(values, output_weight(call.module, call.q.shape[1]), 2)
         best = largest.unflatten(1, (heads, -1)).amax(2).float()
-        best = best.masked_fill((paid < self.scorer.sinks)[:, None], 0.0)
-        self.scores[call.layer].scatter_reduce_(2, slots[:, :, : paid.shape[1]], best, "amax")
+        best = best.masked_fill((targets < self.scorer.sinks)[:, None], 0.0)
+        self.scores[call.layer].scatter_reduce_(2, slots[:, :, : targets.shape[1]], best, "amax")

@@ -15,7 +15,7 @@ from ag.errors import UserError
 from ag.model.interceptor import AttentionCall
 
 
-class Measured(NamedTuple):
+class ReconstructionScores(NamedTuple):
     """Scores of a prompt by its repetition."""
 
     scores: dict[int, Tensor]  # by layer, [B, Hkv, N] float32, a column for each token
@@ -32,7 +32,7 @@ class RecordedPrompt:
     def __init__(self, scorer: KVzip) -> None:
         self.scorer = scorer
         #: Measurements by scorer, which caches that read a prompt together share.
-        self.shared_results: dict[KVzip, Measured] = {}
+        self.shared_results: dict[KVzip, ReconstructionScores] = {}
         #: Ids of the prompt so far, ``[B, columns]``; empty once it was repeated.
         self.ids = torch.zeros(0, 0, dtype=torch.long)
         #: The position after the newest token, ``[B]``; empty once the prompt was repeated.

@@ -30,7 +30,7 @@ from ag.data.sources import DataError
 from ag.engine.cache import EvictionCache
 from ag.engine.policy import policy
 from ag.engine.prompt import PrecomputedAttention
-from ag.engine.reconstruction import measure_repetition
+from ag.engine.reconstruction import measure_reconstruction
 from ag.errors import UserError
 from ag.files import replacing
 from ag.gates.gate import AttentionGates
@@ -110,7 +110,7 @@ class TargetRecorder(PromptRecorder):
         yield None, position_ids
         state, batch = self._cache.state, self._cache.interceptor.batch
         assert batch is not None
-        scores = measure_repetition(state, batch).scores
+        scores = measure_reconstruction(state, batch).scores
         self._cache.reset()
         targets = {layer: x[0].clamp_min(1e-12).log() for layer, x in scores.items() if layer in self.gated}
         self.cached_prompt = replace(self.cached_prompt, targets=targets)
