@@ -18,6 +18,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -101,9 +102,8 @@ class Generated(QuestionTask):
         return None
 
     def grade(self, text: str, sample: Sample) -> float:
-        """Return the share of the references that a text contains in any case: RULER's ``string_match_all``."""
-        clean = re.sub(r"[\x00-\x1f]", "\n", text.strip()).lower()
-        return sum(reference.lower() in clean for reference in sample.references) / len(sample.references)
+        """Return the share of the references that a text contains: RULER's ``string_match_all``."""
+        return fmean(_contains(text, reference) for reference in sample.references)
 
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Generate the samples; see :meth:`ag.evaluate.tasks.Task.read`."""
@@ -414,10 +414,15 @@ class DocumentQA(Generated):
 
     def grade(self, text: str, sample: Sample) -> float:
         """Return 1.0 if the text contains an answer: RULER's ``string_match_part``."""
-        return float(any(reference.lower() in text.lower() for reference in sample.references))
+        return float(any(_contains(text, reference) for reference in sample.references))
 
     def _item(self, material: Corpus, variant: Variant) -> Item:
         return material[1][(self.first + variant.repeat) % len(material[1])]
+
+
+def _contains(text: str, reference: str) -> bool:
+    """Return whether a text contains a reference in any case, its control characters read as ends of lines."""
+    return reference.lower() in re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip().lower()
 
 
 def squad(rows: Iterable[Record], location: str) -> Corpus:

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import random
 import re
 from collections import Counter
 from pathlib import Path
@@ -190,6 +191,38 @@ def test_grades():
     assert grade("needle_multivalue", " 11, 22 and 99, 11", "11", "22", "33", "44") == 0.5
     assert [grade("needle_multivalue", text, "abcd") for text in (" Ab\x07Cd", " ABCD")] == [0.0, 1.0]
     assert grade("needle_variables", " ABCDE, VAR FGHIJ", "ABCDE", "FGHIJ", "KLMNO") == pytest.approx(2 / 3)
+
+
+def ruler_score(answer, references, kind):
+    """The score of one answer by RULER's scripts/eval: evaluate.py cleans it, synthetic/constants.py compares it."""
+    answer = "".join("\n" if ord(letter) < 32 else letter for letter in answer.strip()).strip().lower()
+    contained = [answer.count(reference.lower()) > 0 for reference in references]
+    return float(max(contained)) if kind == "part" else contained.count(True) / len(contained)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "drawn"),
+    [
+        ("niah_multivalue", "all", lambda rng: f"{rng.randrange(10**6, 10**7)}"),
+        ("niah_multikey_3", "all", lambda rng: f"{rng.getrandbits(32):08x}-{rng.getrandbits(16):04x}"),
+        ("vt", "all", lambda rng: "".join(rng.choices("ABCDE", k=2))),
+        ("cwe", "all", lambda rng: "".join(rng.choices("abn\t", k=3))),
+        ("qa_1", "part", lambda rng: "".join(rng.choices("Ab \n", k=3))),
+    ],
+)
+def test_300_made_up_answers_have_the_scores_of_ruler(name, kind, drawn):
+    """Numbers within longer numbers, parts of references, other cases, orders and repeats, control characters."""
+    rng, scores = random.Random(7), []
+    changes = [str, str.upper, str.lower, str.title, lambda x: f"9{x}1", lambda x: x[:-1], lambda x: x + x]
+    for _ in range(300):
+        references = [drawn(rng) for _ in range(rng.randint(1, 4))]
+        parts = [rng.choice(changes)(rng.choice([*references, drawn(rng)])) for _ in range(rng.randint(0, 5))]
+        answer = (
+            rng.choice(["", " ", "\x07"]) + rng.choice([", ", "\x01", ""]).join(parts) + rng.choice(["", "\x1f", "."])
+        )
+        scores.append(make(name).grade(answer, SimpleNamespace(references=references)))
+        assert scores[-1] == pytest.approx(ruler_score(answer, references, kind)), (answer, references)
+    assert 0.0 in scores and 1.0 in scores
 
 
 def test_lengths_without_room_and_missing_texts(tiny_tokenizer, write):
