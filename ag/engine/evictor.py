@@ -275,7 +275,7 @@ class Evictor:
         if evicting is None:
             evicting = torch.ones_like(reader.lengths, dtype=torch.bool)
         candidates = self._candidates(reader, evicting, {} if records is None else records)
-        budget, num_protected, evicting = candidates.capacity, candidates.fixed, candidates.due
+        budget, num_protected, evicting = candidates.capacity, candidates.num_protected, candidates.evicting
         nonfinite = evicting & candidates.score.isnan().flatten(1).any(1)
         over = evicting & (num_protected > budget) & (candidates.lengths > budget)
         if bool((nonfinite | over).any()):  # the host waits once, for rare cases
@@ -284,7 +284,7 @@ class Evictor:
             self._warn_over_budget(over.cpu(), num_protected.cpu())
             candidates.capacity = retention.keep_count(budget, num_protected.where(over, 0))
         if reader.decoding:
-            return {reader.layer: allocator.keep_later(reader.layer, candidates, self.budgets)}
+            return {reader.layer: allocator.keep_in_decode(reader.layer, candidates, self.budgets)}
         return allocator.keep(reader.layer, candidates, self.budgets)
 
     def _candidates(self, reader: LayerReader, evicting: Tensor, records: Records) -> Candidates:
@@ -296,7 +296,9 @@ class Evictor:
         inputs = reader.inputs(self.needs[not reader.decoding], records, evicting)
         inputs.key_indices = reader.key_indices
         scorer.note(inputs, records)
-        preference = None if reader.decoding else allocator.wish(reader.inputs(allocator.needs, records, evicting))
+        preference = (
+            None if reader.decoding else allocator.layer_preference(reader.inputs(allocator.needs, records, evicting))
+        )
         score, protected = scorer.score(inputs), scorer.protected(inputs, budget)
         for method, result in (("score", score), ("protected", protected.expand(shape))):
             if getattr(result, "shape", None) != shape:

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from ag.engine.allocators.preference import Preference, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
+from ag.engine.allocators.uniform import Uniform
+from ag.errors import UserError
 from tests.support.attention_by_hand import Scene
 from tests.support.bounds import hold
 from tests.support.candidates import Scripted, best, candidates_of, two_stages
+from tests.support.refused import refuses
 
 
 def rounded(shares, total):
@@ -83,10 +86,10 @@ def test_preference_is_entropy_and_variance_of_the_prefix(shape, tau, observers)
     scene = Scene(seed=13, **shape)
     allocator = Preference(tau1=tau[0], tau2=tau[1], observers=observers)
 
-    def wish(reader):
-        return allocator.wish(reader.inputs(allocator.needs, {}))
+    def preference(reader):
+        return allocator.layer_preference(reader.inputs(allocator.needs, {}))
 
-    got, bound = wish(scene.reader), scene.bound(wish)
+    got, bound = preference(scene.reader), scene.bound(preference)
     assert got.dtype == torch.float64
     for b, n in enumerate(scene.lengths):
         entropy = variance = 0.0
@@ -214,4 +217,10 @@ def test_a_prompt_that_fits_leaves_every_layer_the_mean_of_all_heads():
     fitted = Scripted("global", candidates_of([9] * 3, 12))
     fitted.run()
     assert {layer: x.tolist() for layer, x in fitted.budgets.settled.items()} == {layer: [24] for layer in range(3)}
-    assert not fitted.budgets.open and not fitted.budgets.votes
+    assert not fitted.budgets.pending and not fitted.budgets.pending_by_first
+
+
+@pytest.mark.parametrize(("old", "new"), [("wish", "layer_preference"), ("keep_later", "keep_in_decode")])
+def test_an_allocator_with_an_earlier_name_of_a_method_is_refused(old, new):
+    with refuses(UserError, f"Mine.{old}", f"called {new}"):
+        type("Mine", (Uniform,), {old: lambda *_: None})

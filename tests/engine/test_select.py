@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ag import retention
-from ag.engine.allocators.base import Candidates, over_heads
+from ag.engine.allocators.base import Candidates, topk_over_heads
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -68,7 +68,7 @@ def test_over_heads(case, extra, floor):
     capacity = (protected & valid).sum(-1).amax(1) + extra
     due = torch.ones(len(score), dtype=torch.bool)
     layer = Candidates(retention.eviction_score(score, protected, ~valid), capacity, capacity, due)
-    (keep,) = over_heads([layer], floor, capacity * score.shape[1])
+    (keep,) = topk_over_heads([layer], floor, capacity * score.shape[1])
     for b in range(len(score)):
         wanted = best_over_heads(*(x[b].tolist() for x in (score, protected, valid)), int(capacity[b]), floor)
         assert [x.nonzero().flatten().tolist() for x in keep[b]] == wanted

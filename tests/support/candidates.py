@@ -30,9 +30,11 @@ def candidates_of(
         if levels:
             score = (score * levels).floor()
         guard = (torch.arange(n) >= n - protected).expand(1, heads, n)
-        wish = None if preference is None else torch.tensor([preference[layer]], dtype=torch.float64)
+        chosen = None if preference is None else torch.tensor([preference[layer]], dtype=torch.float64)
         numbers = torch.tensor([capacity]), torch.tensor([n])
-        result.append(Candidates(eviction_score(score, guard), *numbers, due=torch.tensor([True]), preference=wish))
+        result.append(
+            Candidates(eviction_score(score, guard), *numbers, evicting=torch.tensor([True]), preference=chosen)
+        )
     return result
 
 
@@ -50,7 +52,7 @@ class Scripted(Evictor):
 
     def show(self, layer: int) -> dict[int, Tensor]:
         """Show one layer; return the masks."""
-        reader: Any = SimpleNamespace(layer=layer, decoding=False, lengths=self._script[layer].prompt)
+        reader: Any = SimpleNamespace(layer=layer, decoding=False, lengths=self._script[layer].prompt_lengths)
         return self.decide(reader)
 
     def run(self, watch: Callable[[list[list[list[int]]]], object] = lambda held: None) -> list[list[list[int]]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ag import retention
 from ag.engine.scorer_inputs import Needs, ScorerInputs
+from ag.errors import UserError
 from ag.stateful import Attributes
 
 
@@ -23,8 +24,8 @@ class Candidates:
     Attributes:
         score: ``[B, Hkv, N]`` float32, see :func:`ag.retention.eviction_score`; -inf also where there is no token.
         capacity: ``[B]`` long, tokens per KV head on average over layers.
-        prompt: ``[B]`` long, tokens of each prompt without padding; some may be evicted already.
-        due: ``[B]`` bool, sequences to evict from; all other sequences keep all tokens.
+        prompt_lengths: ``[B]`` long, tokens of each prompt without padding; some may be evicted already.
+        evicting: ``[B]`` bool, sequences to evict from; all other sequences keep all tokens.
         preference: ``[B]`` float64, the layer's preference. None: the allocator measures none.
         second: ``[B, Hkv, N]`` float32, chooses a head's tokens after ``score`` has chosen a share. None: ``score``
             chooses all.
@@ -33,8 +34,8 @@ class Candidates:
 
     score: Tensor
     capacity: Tensor
-    prompt: Tensor
-    due: Tensor
+    prompt_lengths: Tensor
+    evicting: Tensor
     preference: Tensor | None = None
     second: Tensor | None = None
     first_share: float = 1.0
@@ -50,31 +51,33 @@ class Candidates:
         return self.valid.sum(-1).amax(1)
 
     @cached_property
-    def fixed(self) -> Tensor:
+    def num_protected(self) -> Tensor:
         """Protected tokens of a KV head, ``[B]`` long, the most over heads."""
         return (self.score == retention.INF).sum(-1).amax(1)
 
     @cached_property
-    def rivals(self) -> Tensor:
+    def num_competing(self) -> Tensor:
         """Competing tokens of a KV head, ``[B]`` long, the most over heads."""
         return self.score.isfinite().sum(-1).amax(1)
 
     def keep(self, count: Tensor) -> Tensor:
-        """Return the mask of the best ``count`` ``[B]`` or ``[B, Hkv]`` tokens of each head; of all if none is due."""
-        count = count.view(len(count), -1).expand(self.score.shape[:2]).where(self.due[:, None], self.score.shape[-1])
+        """Return the mask of the best ``count`` ``[B]`` or ``[B, Hkv]`` tokens of each head of ``evicting``."""
+        count = (
+            count.view(len(count), -1).expand(self.score.shape[:2]).where(self.evicting[:, None], self.score.shape[-1])
+        )
         if self.second is None:
             return retention.keep_mask(self.score, count) & self.valid
-        sure = retention.keep_mask(self.score, (count * self.first_share + 1e-6).long())
-        return retention.keep_mask(retention.eviction_score(self.second, sure, ~self.valid), count) & self.valid
+        chosen = retention.keep_mask(self.score, (count * self.first_share + 1e-6).long())
+        return retention.keep_mask(retention.eviction_score(self.second, chosen, ~self.valid), count) & self.valid
 
-    def as_many(self, kept: Tensor) -> Tensor:
+    def keep_same_counts(self, kept: Tensor) -> Tensor:
         """Return a mask by both scores with the number of tokens that ``kept`` ``[B, Hkv, N]`` has of each head."""
         return kept if self.second is None else self.keep(kept.sum(-1))
 
-    def after(self, kept: Tensor) -> Candidates:
+    def compacted(self, kept: Tensor) -> Candidates:
         """Return only the candidates in ``kept``, in their order."""
         width = int(kept.sum(-1).max())
-        columns = (kept.cumsum(-1) - 1).where(kept, width)  # the others share a place behind, which is cut off
+        columns = (kept.cumsum(-1) - 1).where(kept, width)  # the others share one more column, which is cut off
 
         def moved(x: Tensor) -> Tensor:
             return x.new_full((*x.shape[:2], width + 1), -retention.INF).scatter_(-1, columns, x)[..., :width]
@@ -82,7 +85,7 @@ class Candidates:
         return replace(self, score=moved(self.score), second=None if self.second is None else moved(self.second))
 
 
-def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list[Tensor]:
+def topk_over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list[Tensor]:
     """Keep the best of all heads of some layers by one top-k, as in Ada-KV (Feng et al. 2024).
 
     Args:
@@ -91,15 +94,15 @@ def over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) -> list
         total: ``[B]`` long, tokens to keep of all heads.
 
     Returns:
-        A mask for each layer, ``[B, Hkv, N]`` bool; all tokens of the sequences that are not due.
+        A mask for each layer, ``[B, Hkv, N]`` bool; all tokens of the sequences that are not evicted from.
     """
     scores = [part.score for part in parts]
     if floor:  # the best tokens of each head are kept as if they were protected
         floors = [(part.capacity * floor).long()[:, None].expand(part.score.shape[:2]) for part in parts]
-        sure = [retention.keep_mask(x, n) & (x > -retention.INF) for x, n in zip(scores, floors, strict=True)]
-        scores = [x.masked_fill(mask, retention.INF) for x, mask in zip(scores, sure, strict=True)]
+        best = [retention.keep_mask(x, n) & (x > -retention.INF) for x, n in zip(scores, floors, strict=True)]
+        scores = [x.masked_fill(mask, retention.INF) for x, mask in zip(scores, best, strict=True)]
     flat = torch.cat([x.flatten(1) for x in scores], 1)
-    keep = retention.keep_mask(flat, total.where(parts[0].due, flat.shape[1]))
+    keep = retention.keep_mask(flat, total.where(parts[0].evicting, flat.shape[1]))
     keep_by_layer = keep.split([x[0].numel() for x in scores], 1)
     return [
         keep_of_layer.view_as(part.score) & part.valid for part, keep_of_layer in zip(parts, keep_by_layer, strict=True)
@@ -113,8 +116,8 @@ class LayerBudgets(Attributes):
     Attributes:
         layers: indices of the layers that share the budget, ascending.
         kv_heads: KV heads of each layer of the model.
-        open: by layer, the candidates that later layers may still evict.
-        votes: by layer, the open candidates that the first score alone would keep; layers compete by these.
+        pending: by layer, the candidates that later layers may still evict.
+        pending_by_first: by layer, the pending candidates that the first score alone would keep; layers compete.
         settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound the layer while decoding. They
             count per KV head, or summed over the heads if layers compete for tokens.
         over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected. None:
@@ -125,20 +128,20 @@ class LayerBudgets(Attributes):
 
     layers: list[int]
     kv_heads: Sequence[int]
-    open: dict[int, Candidates] = field(default_factory=dict)
-    votes: dict[int, Candidates] = field(default_factory=dict)
+    pending: dict[int, Candidates] = field(default_factory=dict)
+    pending_by_first: dict[int, Candidates] = field(default_factory=dict)
     settled: dict[int, Tensor] = field(default_factory=dict)
     over_budget: Tensor | None = None
 
-    def settle(self, layer: int, candidates: Candidates, budget: Tensor, mean: Tensor | None = None) -> None:
-        """Fix a layer budget for decoding.
+    def set_prompt_budget(self, layer: int, candidates: Candidates, budget: Tensor, mean: Tensor | None = None) -> None:
+        """Set the budget of a layer for decoding.
 
         If a prompt fits, or is whole until later tokens fill the budget, every layer gets the mean, the capacity. In
         blocks, a prompt that ended earlier than other prompts of its batch keeps its budget.
         """
-        fitted = (candidates.prompt <= candidates.capacity) | ~candidates.due
+        fitted = (candidates.prompt_lengths <= candidates.capacity) | ~candidates.evicting
         budget = budget.where(~fitted, candidates.capacity if mean is None else mean)
-        self.settled[layer] = budget.where(candidates.due, self.settled.get(layer, budget))
+        self.settled[layer] = budget.where(candidates.evicting, self.settled.get(layer, budget))
 
     def join(self, other: LayerBudgets, batch: int, added: int) -> None:
         """Append the budgets of another batch of ``added`` sequences to these budgets of ``batch`` sequences."""
@@ -174,8 +177,16 @@ class Allocator(ABC):
 
     #: Whether the heads of a layer compete with each other, also while decoding.
     compares_heads: ClassVar[bool] = False
+    #: Earlier names of methods, which a subclass must not define.
+    RENAMED: ClassVar[Mapping[str, str]] = {"wish": "layer_preference", "keep_later": "keep_in_decode"}
     #: Options beside the fields, which :meth:`completed` turns into fields.
     shorthands: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old, new in cls.RENAMED.items():
+            if old in vars(cls):
+                raise UserError(f"{cls.__name__}.{old}: this method of allocators is now called {new}; rename it.")
 
     @classmethod
     def completed(cls, options: Mapping[str, Any], budget: int | float | None, window: int | None) -> dict[str, Any]:
@@ -184,10 +195,10 @@ class Allocator(ABC):
 
     @cached_property
     def needs(self) -> Needs:
-        """The inputs that :meth:`wish` reads."""
+        """The inputs that :meth:`layer_preference` reads."""
         return Needs()
 
-    def wish(self, inputs: ScorerInputs) -> Tensor | None:
+    def layer_preference(self, inputs: ScorerInputs) -> Tensor | None:
         """Return the layer's preference at the end of the prompt, ``[B]`` float64. None: layers have no preference."""
         return None
 
@@ -198,7 +209,7 @@ class Allocator(ABC):
         The method notes the layer's budget in ``budgets``.
         """
 
-    def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
+    def keep_in_decode(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return the mask ``[B, Hkv, N]`` of the tokens that a layer keeps while decoding."""
         return candidates.keep(budgets.settled[layer])
 
@@ -217,5 +228,5 @@ class LayerAllocator(Allocator):
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return the mask of the layer's budget."""
         budget = self.layer_budget(candidates, budgets.layers.index(layer), len(budgets.layers))
-        budgets.settle(layer, candidates, budget)
+        budgets.set_prompt_budget(layer, candidates, budget)
         return {layer: candidates.keep(budget)}

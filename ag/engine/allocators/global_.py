@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets, over_heads
+from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets, topk_over_heads
 from ag.errors import require
 
 
@@ -38,29 +38,31 @@ class Global(Allocator):
         One decision at the end would keep equal tokens: a token that is not among the best so far is not among the best
         of all.
         """
-        budgets.open[layer] = budgets.votes[layer] = candidates
-        ahead = sum(budgets.kv_heads[x] for x in budgets.layers if x not in budgets.open)
-        total = sum((x.capacity * x.score.shape[1] for x in budgets.votes.values()), candidates.capacity * ahead)
-        num_held = sum(x.valid.flatten(1).sum(1) for x in budgets.open.values())
+        budgets.pending[layer] = budgets.pending_by_first[layer] = candidates
+        ahead = sum(budgets.kv_heads[x] for x in budgets.layers if x not in budgets.pending)
+        total = sum(
+            (x.capacity * x.score.shape[1] for x in budgets.pending_by_first.values()), candidates.capacity * ahead
+        )
+        num_held = sum(x.valid.flatten(1).sum(1) for x in budgets.pending.values())
         if ahead and bool((num_held <= total).all()):  # the first layers fit into the budget of all
-            budgets.open[layer] = budgets.votes[layer] = candidates.after(candidates.valid)
+            budgets.pending[layer] = budgets.pending_by_first[layer] = candidates.compacted(candidates.valid)
             return {layer: candidates.valid}
-        best, masks = over_heads([*budgets.votes.values()], self.floor, total), {}
-        for other, chosen in zip([*budgets.open], best, strict=True):
-            part, vote = budgets.open[other], budgets.votes[other]
-            kept = part.as_many(chosen)
+        best, masks = topk_over_heads([*budgets.pending_by_first.values()], self.floor, total), {}
+        for other, chosen in zip([*budgets.pending], best, strict=True):
+            part, by_first = budgets.pending[other], budgets.pending_by_first[other]
+            kept = part.keep_same_counts(chosen)
             if not ahead:
-                budgets.settle(other, part, kept.sum((1, 2)), mean=part.capacity * kept.shape[1])
+                budgets.set_prompt_budget(other, part, kept.sum((1, 2)), mean=part.capacity * kept.shape[1])
             if other == layer or bool((part.valid & ~kept).any()):
                 masks[other] = kept
-                budgets.open[other] = left = part.after(kept)
-                budgets.votes[other] = left if part.second is None else vote.after(chosen)
+                budgets.pending[other] = left = part.compacted(kept)
+                budgets.pending_by_first[other] = left if part.second is None else by_first.compacted(chosen)
         if not ahead:
-            budgets.open.clear()
-            budgets.votes.clear()
+            budgets.pending.clear()
+            budgets.pending_by_first.clear()
         return masks
 
-    def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
+    def keep_in_decode(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return the mask of the layer; each call shares the layer's total among its heads anew."""
-        (keep,) = over_heads([candidates], self.floor, budgets.settled[layer])
-        return candidates.as_many(keep)
+        (keep,) = topk_over_heads([candidates], self.floor, budgets.settled[layer])
+        return candidates.keep_same_counts(keep)

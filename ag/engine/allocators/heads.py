@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets, over_heads
+from ag.engine.allocators.base import Allocator, Candidates, LayerBudgets, topk_over_heads
 from ag.errors import require
 
 
@@ -30,9 +30,9 @@ class Heads(Allocator):
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
         """Return the mask of the layer."""
-        return {layer: self.keep_later(layer, candidates, budgets)}
+        return {layer: self.keep_in_decode(layer, candidates, budgets)}
 
-    def keep_later(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
+    def keep_in_decode(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return the mask of the layer; each call shares the layer's budget among its heads anew."""
-        (keep,) = over_heads([candidates], self.floor, candidates.capacity * candidates.score.shape[1])
-        return candidates.as_many(keep)
+        (keep,) = topk_over_heads([candidates], self.floor, candidates.capacity * candidates.score.shape[1])
+        return candidates.keep_same_counts(keep)

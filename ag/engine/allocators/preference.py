@@ -74,7 +74,7 @@ class Preference(Allocator):
             lookback=self.observers - 1,
         )
 
-    def wish(self, inputs: ScorerInputs) -> Tensor:
+    def layer_preference(self, inputs: ScorerInputs) -> Tensor:
         """Return the layer's preference, ``[B]`` float64 (section 4.1 of the paper)."""
         entropy, variance = entropy_and_variance(inputs, self.observers)
         spread = entropy.double().clamp_min(1e-12) ** (1 / self.tau1)
@@ -85,27 +85,27 @@ class Preference(Allocator):
 
         One decision at the end would keep equal tokens: a layer budget only falls from layer to layer.
         """
-        budgets.open[layer] = candidates
-        brought, last = [*budgets.open.values()], len(budgets.open) == len(budgets.layers)
+        budgets.pending[layer] = candidates
+        brought, last = [*budgets.pending.values()], len(budgets.pending) == len(budgets.layers)
         counts, caps = self._counts(brought, len(budgets.layers))
         is_whole, masks = (counts >= caps).all(0).tolist(), {layer: candidates.valid}
-        for index, (other, open_candidates) in enumerate(budgets.open.items()):
-            own = counts[:, index] + open_candidates.fixed
+        for index, (other, open_candidates) in enumerate(budgets.pending.items()):
+            own = counts[:, index] + open_candidates.num_protected
             if last:
-                budgets.settle(other, open_candidates, own)
+                budgets.set_prompt_budget(other, open_candidates, own)
             if not is_whole[index]:
                 masks[other] = open_candidates.keep(own)
             if other in masks:  # this layer evicts expired tokens in any case
-                budgets.open[other] = open_candidates.after(masks[other])
+                budgets.pending[other] = open_candidates.compacted(masks[other])
         if last:
-            budgets.open.clear()
+            budgets.pending.clear()
         return masks
 
     def _counts(self, several: list[Candidates], layers: int) -> tuple[Tensor, Tensor]:
-        """Return the rivals ``[B, L]`` that each layer so far keeps, rounded up before the last one, and has."""
-        brought = [(b.preference, b.fixed, b.rivals) for b in several if b.preference is not None]
-        preference, fixed, caps = (torch.stack(column, 1) for column in zip(*brought, strict=True))
-        total = (several[0].capacity - fixed[:, 0]).clamp_min(0) * layers
+        """Return how many competing tokens ``[B, L]`` each layer so far keeps, rounded up before the last, and has."""
+        brought = [(b.preference, b.num_protected, b.num_competing) for b in several if b.preference is not None]
+        preference, num_protected, caps = (torch.stack(column, 1) for column in zip(*brought, strict=True))
+        total = (several[0].capacity - num_protected[:, 0]).clamp_min(0) * layers
         shares = water_fill(preference, total, caps)
         if len(several) == layers:
             return largest_remainder(shares, total, caps), caps

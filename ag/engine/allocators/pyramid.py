@@ -30,14 +30,15 @@ class Pyramid(LayerAllocator):
     def layer_budget(self, candidates: Candidates, layer_number: int, layers: int) -> Tensor:
         """Return the tokens ``[B]`` that the layer keeps."""
         kept = []
-        for mean, fixed, prompt in zip(
-            *(x.tolist() for x in (candidates.capacity, candidates.fixed, candidates.prompt)), strict=True
+        for mean, num_protected, prompt in zip(
+            *(x.tolist() for x in (candidates.capacity, candidates.num_protected, candidates.prompt_lengths)),
+            strict=True,
         ):
-            own = mean - fixed
+            own = mean - num_protected
             # a prompt that fits stays; one that is not twice as long as the budget is shared evenly, as officially
             even = prompt < 2 * own
-            line = [own] * layers if even else pyramid(own, prompt - fixed, layers, self.beta)
-            kept.append(fixed + line[layer_number])
+            line = [own] * layers if even else pyramid(own, prompt - num_protected, layers, self.beta)
+            kept.append(num_protected + line[layer_number])
         return torch.tensor(kept, device=candidates.capacity.device)
 
 
