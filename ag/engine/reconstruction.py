@@ -171,17 +171,12 @@ class ReconstructionChunk(Interceptor):
 
     def _measure(self, call: AttentionCall) -> None:
         """Measure the attention of a repetition's queries to the chunk that they repeat."""
-        store, heads, targets, own = (
-            self.state.layer_stores[call.layer],
-            call.k.shape[1],
-            self._target_indices,
-            self.batch.token_indices,
-        )
-        token_indices, valid = torch.cat([targets, own], 1), torch.cat([targets, own], 1) >= 0
+        store, heads, targets = self.state.layer_stores[call.layer], call.k.shape[1], self._target_indices
+        token_indices = torch.cat([targets, self.batch.token_indices], 1)
+        valid = token_indices >= 0
         # nothing was evicted: the slot of a token is its index
         slots = token_indices.clamp_min(0)[:, None].expand(-1, heads, -1)
-        index = store.ledger(call.layer)[0].gather(2, slots)
-        k, v = read(store.pages(call.layer), index)
+        k, v = read(store.pages(call.layer), store.pool_indices(call.layer).gather(2, slots))
         factors = None if self._norms is None else 1 / self._norms.clamp_min(1e-12)
         order = torch.arange(token_indices.shape[1], device=token_indices.device).where(valid, -1)
         arguments = call.q.to(k.dtype), k, order[:, targets.shape[1] :], order[:, None], call.scaling
