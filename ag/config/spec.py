@@ -68,7 +68,7 @@ class PolicySpec:
         signs = re.fullmatch(r"(?:\+([^+@]+))?(?:@([^+@]+))?", tail)
         if signs is None or path == "" or not (path is None or _reads_gates(scorer)):
             shape = f"{scorer}{':PATH' * _reads_gates(scorer)}[+WRAPPER][@ALLOCATOR]"
-            raise UserError(f"Policy {text!r}: {bare[len(scorer) :]!r} behind {scorer}: expected {shape}.")
+            raise UserError(f"Policy {text!r}: {bare[len(scorer) :]!r} after {scorer}: expected {shape}.")
         wrapper, allocator = signs.groups()
         if scorer in parts("ag.scorers"):
             check_class("ag.scorers", scorer)

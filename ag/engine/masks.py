@@ -45,7 +45,7 @@ def check_past(mask: Tensor, read: Tensor) -> None:
         raise UserError(
             f"attention_mask: column {column} of sequence {row} came as {old_text}, and is {new_text} now: "
             "expected the mask to go on from cache.valid. cache.crop([n, ...]) takes the newest n tokens of each "
-            "sequence back, such as the padding behind a shorter answer; for another text call cache.reset() first."
+            "sequence back, such as the padding after a shorter answer; for another text call cache.reset() first."
         )
 
 
@@ -93,9 +93,9 @@ def marked(spans: Sequence[Any]) -> Tensor:
                 f"protect: {span!r}: expected pairs (index of the first token, index after the last), such as (0, 40), "
                 "or for each sequence a list of such pairs."
             )
-    marks = torch.zeros(max((behind for _, behind in spans), default=0), dtype=torch.bool)
-    for first, behind in spans:
-        marks[first:behind] = True
+    marks = torch.zeros(max((end for _, end in spans), default=0), dtype=torch.bool)
+    for first, end in spans:
+        marks[first:end] = True
     return marks
 
 

@@ -298,7 +298,7 @@ class SequenceState:
             row = int(part.long().argmax())
             raise UserError(
                 f"crop: {int(own[row])} of the {int(self.prompt_len[row])} tokens of sequence {row}'s prompt were read "
-                f"so far, and {self.policy!r} evicts behind all of them: expected tokens after the prompt; call "
+                f"so far, and {self.policy!r} evicts after all of them: expected tokens after the prompt; call "
                 "cache.reset(), and read another prompt."
             )
         num_removed = left < self.evicted_at

@@ -71,7 +71,7 @@ class StepRunner:
         if tokens.ndim != 2 or tokens.shape[1] != 1 or not sequences.ready:
             raise UserError(
                 f"StepRunner: tokens {list(tokens.shape)} after {sequences.columns} columns: expected [B, 1] "
-                "behind a prompt; read that by model(ids, past_key_values=cache)."
+                "after a prompt; read that by model(ids, past_key_values=cache)."
             )
         check_one_position_per_token(decoder, "StepRunner")
         sequences.check_positions_skip_padding("StepRunner")

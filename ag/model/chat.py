@@ -312,11 +312,11 @@ class _Rendered:
     def by_marks(self, turns: Collection[int], offsets: Offsets, marks: Mask) -> Mask:
         """Return the template's marks of some turns."""
         own = marks.copy()
-        for first, behind in runs(marks):
-            inside = self.turn_of[offsets[first, 0] : offsets[behind - 1, 1]]
+        for first, end in runs(marks):
+            inside = self.turn_of[offsets[first, 0] : offsets[end - 1, 1]]
             turns_before = self.turn_of[: offsets[first, 0]]
             of = set(inside[inside >= 0]) or set(turns_before[turns_before >= 0][-1:])
-            own[first:behind] = bool(of & set(turns))
+            own[first:end] = bool(of & set(turns))
         return own
 
     def by_turns(self, turns: Collection[int], offsets: Offsets) -> Mask:
@@ -347,10 +347,10 @@ class _Rendered:
         """Return the text that follows the letter before ``at`` in a rendering of the first messages alone."""
         part = replace(self.chat, messages=self.hidden[:messages]).text(self.tokenizer, opened)
         text_positions = np.flatnonzero(self._symbols(part) >= 0)
-        behind = int(text_positions[-1]) + 1 if len(text_positions) else 0
-        if part[behind - 1 : behind] != self.cover[at - 1 : at]:
+        end = int(text_positions[-1]) + 1 if len(text_positions) else 0
+        if part[end - 1 : end] != self.cover[at - 1 : at]:
             raise self.refused(turn, "changes what comes before turn {} when others follow")
-        return part[behind:]
+        return part[end:]
 
     def check_tokens(self, turns: Collection[int], offsets: Offsets, own: Mask) -> None:
         """Refuse a mask that lacks words of the turns, or has words of other messages."""

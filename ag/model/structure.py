@@ -105,9 +105,9 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     base, decoder = unwrapped(model), decoder_of(model)
     states = hidden.reshape(1, -1, hidden.shape[-1])
     reader = next(name for name, part in base.named_children() if any(module is decoder for module in part.modules()))
-    behind = copy.copy(base)
-    behind._modules = base._modules | {reader: _Read(states, base._modules[reader])}
-    out = type(base).forward(behind, inputs_embeds=states, use_cache=False, return_dict=True)
+    head_only = copy.copy(base)
+    head_only._modules = base._modules | {reader: _Read(states, base._modules[reader])}
+    out = type(base).forward(head_only, inputs_embeds=states, use_cache=False, return_dict=True)
     logits: Tensor = out.logits
     return logits.view(*hidden.shape[:-1], logits.shape[-1])
 

@@ -87,7 +87,7 @@ class Entrance:
                 return messages.pop() if messages else await http.receive()
 
             answering = asyncio.ensure_future(app(http.scope, receive, send))
-            leaving = asyncio.ensure_future(http.receive())  # behind the body only the disconnect comes
+            leaving = asyncio.ensure_future(http.receive())  # after the body only the disconnect comes
             tasks += [answering, leaving]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():

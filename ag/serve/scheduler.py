@@ -523,7 +523,7 @@ class Scheduler:
     def _step(self, batch: _Batch, next_token_ids: list[Tensor]) -> list[Tensor]:
         """Read tokens ``[T_i]`` of each completion i. Returns the logits ``[T_i, V]`` on the CPU."""
         width, device = max(map(len, next_token_ids)), self.model.device
-        starts = [width - len(token_ids) for token_ids in next_token_ids]  # of the tokens behind padding
+        starts = [width - len(token_ids) for token_ids in next_token_ids]  # of the tokens after padding
         padded = [F.pad(token_ids, (start, 0)) for token_ids, start in zip(next_token_ids, starts, strict=True)]
         input_ids = torch.stack(padded).to(device)
         if width == 1:

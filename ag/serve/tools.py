@@ -109,7 +109,7 @@ def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | No
     calls |= {key: value.replace("END", end) if isinstance(value, str) else value for key, value in region.items()}
     thoughts = {"open": "<think>", "close": THOUGHT}
     fields = {"reasoning_content": thoughts, "tool_calls": calls, "content": {"close_pattern": end}}
-    # some templates open the thoughts behind the beginning of the assistant's turn
+    # some templates open the thoughts after the beginning of the assistant's turn
     anchor = r"\A(?:.*<\|im_start\|>assistant\n|.*)" if "<tool_call>" in call else r"\A.*"
     return ToolCallFormat(own or {"start_anchor_pattern": anchor, "fields": fields}, call, end)
 

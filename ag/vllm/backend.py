@@ -152,7 +152,7 @@ class PackedRequest:
     tail_blocks: int = 0
 
     def indices_until(self, tokens: int) -> Tensor:
-        """Return the token indices ``[L, H, S]`` long after ``tokens`` of the text, -1 behind the end of a row."""
+        """Return the token indices ``[L, H, S]`` long after ``tokens`` of the text, -1 past the end of a row."""
         assert self.token_indices is not None
         new = tokens - self.evicted_at
         slot = torch.arange(self.longest + new, device=self.minis.device) - self.row_lengths[..., None]

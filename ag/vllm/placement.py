@@ -165,8 +165,8 @@ def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | No
         packed, freed = range(blocks), range(blocks, tail)
     placement = Placement(schedule, first, whole_blocks, packed, tail, {first: freed})
     if first < prompt:  # the answer may need fewer blocks until its next eviction than the prompt
-        behind = range(tail + -(-steps // size), placement.places(prompt, size))
-        placement = replace(placement, freed={first: freed, prompt: behind})
+        tail_blocks = range(tail + -(-steps // size), placement.places(prompt, size))
+        placement = replace(placement, freed={first: freed, prompt: tail_blocks})
     return placement
 
 
