@@ -1,17 +1,16 @@
-"""No text of the published results was in the training data of the shipped gates."""
+"""Texts of the published results are not in the training data of the shipped gates."""
 
 import itertools
-import os
 import re
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ag.data.sources import Source
+from tests.support import datasets
 
-ROOT = Path(os.environ.get("AG_TEST_DATA", Path(__file__).parents[3] / "shared/data"))
+pytestmark = datasets.needed
 NUM_WORDS = 13  # of a passage, as where contamination is usually looked for
 #: Share of a text's passages that others may have too: pages of one site repeat a licence, and problems of GSM8K an
 #: opening. A text that was trained on would share all.
@@ -21,7 +20,7 @@ PROBLEMS = 160  # of GSM8K's training rows, whose solutions the gates for reason
 
 def texts(name, split, last=None):
     """The texts of rows: all their fields that are texts."""
-    for row in itertools.islice(Source(name, folder=ROOT / name).read(split), last):
+    for row in itertools.islice(Source(name, folder=datasets.ROOT / name).read(split), last):
         yield " ".join(value for value in row.values() if isinstance(value, str))
 
 
@@ -37,8 +36,6 @@ def passages(text):
 @pytest.fixture(scope="module")
 def trained():
     """The passages of the training data, sorted."""
-    if not ROOT.is_dir():
-        pytest.skip(f"needs the datasets in a folder; AG_TEST_DATA names it, and {ROOT} is not there")
     rows = itertools.chain(texts("corpus", "train"), texts("gsm8k", "train", PROBLEMS))
     return np.unique(np.concatenate([passages(text) for text in rows]))
 

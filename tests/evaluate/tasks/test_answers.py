@@ -2,14 +2,12 @@
 
 import gzip
 import json
-import os
-from pathlib import Path
 
 import pytest
 
 from ag.evaluate.tasks.answers import final_answer, is_equal
+from tests.support import datasets
 
-FOLDER = os.environ.get("AG_TEST_DATA", "")
 MADE = [  # an answer of a model, the right answer, and whether they are equal
     (r"42", r"42", True),
     (r"42.0", r"42", True),
@@ -146,9 +144,9 @@ def test_the_last_box_is_the_answer(text, answer):
     assert final_answer(text) == answer
 
 
-@pytest.mark.skipif(not FOLDER, reason="AG_TEST_DATA=FOLDER, with math500/test.jsonl.gz in it")
+@datasets.needed
 def test_boxes_of_the_right_solutions_are_the_right_answers():
-    with gzip.open(Path(FOLDER) / "math500" / "test.jsonl.gz", "rt") as file:
+    with gzip.open(datasets.ROOT / "math500" / "test.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
     assert len(rows) == 500
     assert [row["answer"] for row in rows if not is_equal(final_answer(row["solution"]), row["answer"])] == []
