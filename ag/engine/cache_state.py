@@ -180,9 +180,7 @@ class CacheState:
         self.check_scores()
         other.check_scores()
         modes = [state.compute_mode for state in (self, other) if state.compute_mode is not None]
-        self.compute_mode = max(
-            modes, key=lambda mode: mode[2], default=None
-        )  # inference mode, if one of them was in it
+        self.compute_mode = max(modes, key=lambda mode: mode[2], default=None)  # in inference mode if one of them is
         self.note_mode()
         num_sequences = len(self.sequences)
         self.sequences.add(other.sequences)
@@ -198,18 +196,13 @@ class CacheState:
 
     def check_add(self, other: CacheState) -> None:
         """Refuse a state whose sequences cannot be appended."""
-        setup, added = self.setup, other.setup
+        setup, added, modes = self.setup, other.setup, (self.compute_mode, other.compute_mode)
         same = (
             ("model", setup.decoder is added.decoder),
             ("policy", setup.policy == added.policy),
             ("gates", same_gates(setup.gates, added.gates)),
             ("pool", setup.pool is added.pool),
-            (
-                "data types",
-                self.compute_mode is None
-                or other.compute_mode is None
-                or self.compute_mode[:2] == other.compute_mode[:2],
-            ),
+            ("data types", len({mode[:2] for mode in modes if mode is not None}) < 2),
         )
         for property_name, fits in same:
             if not fits:

@@ -16,13 +16,8 @@ from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
 from ag.model.geometry import KVHeads
 
-ROWS = (
-    "lengths_cpu",
-    "block_counts",
-    "shared_block_counts",
-    "block_table",
-    "lengths",
-)  # contents of each row, [L, B, Hkv, ...]
+#: Names of the contents of each row, ``[L, B, Hkv, ...]``.
+ROWS = "lengths_cpu", "block_counts", "shared_block_counts", "block_table", "lengths"
 
 
 class KVStore:
@@ -64,9 +59,8 @@ class KVStore:
         self.lengths = torch.zeros(shape, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv]
         self.lengths_cpu = torch.zeros(shape, dtype=torch.long)  # [L, B, Hkv]
         self.block_counts = torch.zeros(shape, dtype=torch.long)  # blocks of each row
-        self.shared_block_counts = torch.zeros(
-            shape, dtype=torch.long
-        )  # first blocks of each row that other rows may refer to
+        #: First blocks of each row that other rows may refer to.
+        self.shared_block_counts = torch.zeros(shape, dtype=torch.long)
         self._pages: dict[int, Pages] = {}
         self._stacks: dict[str, Tensor] = {}  # [L, ...], each record of all layers
         #: Whether the records of each layer are views of these.

@@ -99,7 +99,8 @@ class Layer:
         self.window, self.can_expire = call.window, call.window is not None or self.visible_unflagged is not None
         self.chunk = call.chunk
         depends_on_cached = store.rotation is not None and store.rotation.depends_on_cached
-        if (depends_on_cached or self.chunk is not None) and not batch.is_first_pass:  # the new tokens see the rest
+        if (depends_on_cached or self.chunk is not None) and not batch.is_first_pass:
+            # tokens that no new token sees are freed first
             first = batch.num_tokens - batch.counts
             if depends_on_cached or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
                 self._free_expired(batch, store, first, batch.counts[:, None] if batch.step else 0)

@@ -13,6 +13,7 @@ from ag.engine.allocators.preference import Preference, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
 from ag.engine.allocators.uniform import Uniform
+from ag.engine.scorers.tova import Tova
 from ag.errors import UserError
 from tests.support.attention_by_hand import Scene
 from tests.support.bounds import hold
@@ -220,7 +221,15 @@ def test_a_prompt_that_fits_leaves_every_layer_the_mean_of_all_heads():
     assert not fitted.budgets.pending and not fitted.budgets.pending_by_first
 
 
-@pytest.mark.parametrize(("old", "new"), [("wish", "layer_preference"), ("keep_later", "keep_in_decode")])
-def test_an_allocator_with_an_earlier_name_of_a_method_is_refused(old, new):
+@pytest.mark.parametrize(
+    ("base", "old", "new"),
+    [
+        (Uniform, "wish", "layer_preference"),
+        (Uniform, "keep_later", "keep_in_decode"),
+        (Tova, "alike", "same_for_all_heads"),
+        (Tova, "rereader", "reconstruction_scorer"),
+    ],
+)
+def test_a_part_with_an_earlier_name_of_a_member_is_refused(base, old, new):
     with refuses(UserError, f"Mine.{old}", f"called {new}"):
-        type("Mine", (Uniform,), {old: lambda *_: None})
+        type("Mine", (base,), {old: lambda *_: None})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ag import retention
 from ag.engine.scorer_inputs import Needs, ScorerInputs
-from ag.errors import UserError
+from ag.errors import refuse_old_names
 from ag.stateful import Attributes
 
 
@@ -62,9 +62,8 @@ class Candidates:
 
     def keep(self, count: Tensor) -> Tensor:
         """Return the mask of the best ``count`` ``[B]`` or ``[B, Hkv]`` tokens of each head of ``evicting``."""
-        count = (
-            count.view(len(count), -1).expand(self.score.shape[:2]).where(self.evicting[:, None], self.score.shape[-1])
-        )
+        count = count.view(len(count), -1).expand(self.score.shape[:2])
+        count = count.where(self.evicting[:, None], self.score.shape[-1])
         if self.second is None:
             return retention.keep_mask(self.score, count) & self.valid
         chosen = retention.keep_mask(self.score, (count * self.first_share + 1e-6).long())
@@ -177,16 +176,14 @@ class Allocator(ABC):
 
     #: Whether the heads of a layer compete with each other, also while decoding.
     compares_heads: ClassVar[bool] = False
-    #: Earlier names of methods, which a subclass must not define.
+    #: Earlier names of members, which a subclass must not define.
     RENAMED: ClassVar[Mapping[str, str]] = {"wish": "layer_preference", "keep_later": "keep_in_decode"}
     #: Options beside the fields, which :meth:`completed` turns into fields.
     shorthands: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for old, new in cls.RENAMED.items():
-            if old in vars(cls):
-                raise UserError(f"{cls.__name__}.{old}: this method of allocators is now called {new}; rename it.")
+        refuse_old_names(cls, cls.RENAMED)
 
     @classmethod
     def completed(cls, options: Mapping[str, Any], budget: int | float | None, window: int | None) -> dict[str, Any]:
