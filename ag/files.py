@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def locked(folder: Path, refusal: str, wait: float = 0) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def file_names(names: Iterable[str]) -> list[str]:
+    """Return a file name without an ending for each name. Equal file names are numbered."""
+    plain = [re.sub(r"[^\w.+@-]+", "_", name) for name in names]
+    earlier = [plain[:number].count(name) for number, name in enumerate(plain)]
+    return [f"{name}_{count + 1}" if count else name for name, count in zip(plain, earlier, strict=True)]
 
 
 def checksum(file: Path) -> str:

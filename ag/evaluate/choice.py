@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 CAP = 0.95  # largest part of the capital that a row of the largest cost takes
-IMAGINED = 0.5  # weight of a row of the largest cost among the rows that a bet is computed from
+#: Each bet is computed as if half a row of the largest cost had been seen already; this keeps early bets small.
+IMAGINED = 0.5
 CLEAR = 2  # standard errors above the bound at which the mean cost is clearly too high
 FEWEST = 10  # test rows before a trial may be given up
 SPENT = 2 / 3  # part of the test rows that would suffice if none cost anything
@@ -66,6 +67,8 @@ def growth(cost: float, moments: Moments, loss: Vector, clip: float) -> Vector:
         loss: tested means ``[n]``, below ``clip``.
         clip: largest cost.
     """
+    # The log of the capital grows by log(1 + bet * x) with x = loss - cost, about bet * x - (bet * x)^2 / 2. Summed over
+    # the rows this is largest at bet = first / second: the sum of x by the sum of x^2.
     first = moments.count * loss - moments.total + IMAGINED * (loss - clip)
     second = moments.count * loss**2 - 2 * loss * moments.total + moments.squares + IMAGINED * (loss - clip) ** 2
     bet = np.minimum(np.maximum(first / second, 0.0), CAP / (clip - loss))

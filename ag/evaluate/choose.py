@@ -27,9 +27,9 @@ from ag.evaluate.choice import SharesTest, Trial, least_loss, policies_allowed, 
 from ag.evaluate.comparison.cells import VERSIONS, list_cells
 from ag.evaluate.comparison.work import Worker
 from ag.evaluate.tasks import Outcome, Sample, Task
+from ag.serve.admission import REQUEST
 
 NOTHING = 1  # exit code if nothing holds
-REQUEST = 4096  # tokens of a request that is counted on a card
 USABLE = 0.85  # part of a card for weights and caches, as in plans
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -64,7 +64,7 @@ class Candidate:
         return fmean(self.costs)
 
     def requests(self, room: float) -> int:
-        """Return the number of requests of 4,096 tokens whose keys and values fit into bytes."""
+        """Return the number of requests of so many tokens as :data:`REQUEST` whose keys and values fit into bytes."""
         return max(0, int(room // (self.kv_bytes / self.tokens * REQUEST)))
 
 
@@ -74,10 +74,14 @@ def run(invocation: Invocation[ChooseConfig]) -> int:
     if invocation.dry_run:
         print(*(cell.name for cell in list_cells(config.comparison())), sep="\n")
         return 0
-    console = Console()
+    output, console = Path(config.output), Console()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)  # before hours of measuring
+    except OSError as error:
+        raise UserError(f"output={output}: {error}; expected a file whose folder can be made.") from error
     decision = choose(config, lambda line: console.print(line, soft_wrap=True, highlight=False))
     console.print(table(decision, config))
-    Path(config.output).write_text(json.dumps(content(decision, config, invocation.line), indent=2), encoding="utf-8")
+    output.write_text(json.dumps(content(decision, config, invocation.line), indent=2), encoding="utf-8")
     chosen = decision.chosen
     if chosen is None:
         console.print(f"nothing holds: no share of {', '.join(config.policies)} costs less than {config.loss:g}.")

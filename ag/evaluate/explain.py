@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.inside import KeptTokens, RecordedPass, attention_map, gate_map, output_errors, record
 from ag.evaluate.tasks import Sample
+from ag.files import file_names
 from ag.gates import export
 from ag.gates.figures import DPI, keep_pattern
 from ag.gates.gate import AttentionGate, AttentionGates
@@ -62,7 +62,7 @@ def explain(config: ExplainConfig) -> Iterator[tuple[str, Figure]]:
     policies = [planned.with_tokenizer(tokenizer) for planned in plan.values()]
     views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
     if "keep" in config.pictures:
-        for file, policy_views in zip(_file_names(views), views.values(), strict=True):
+        for file, policy_views in zip(file_names(views), views.values(), strict=True):
             for number, view in enumerate(policy_views):
                 yield f"keep-{file}-{number}", keep_pattern(view.kept, view.token_texts)
     passes = [RecordedPass(model, text.prompt[: config.tokens]) for text in texts]
@@ -85,13 +85,6 @@ def explain(config: ExplainConfig) -> Iterator[tuple[str, Figure]]:
             f"pictures={config.pictures}: nothing to draw; expected keep, errors, or attention with gates=EXPORT "
             "of gate.kind=attention."
         )
-
-
-def _file_names(names: Iterable[str]) -> list[str]:
-    """Return a file name for each name of a policy. Equal file names are numbered."""
-    plain = [re.sub(r"[^\w.+@-]+", "_", name) for name in names]
-    earlier = [plain[:number].count(name) for number, name in enumerate(plain)]
-    return [f"{name}_{count + 1}" if count else name for name, count in zip(plain, earlier, strict=True)]
 
 
 def attention_maps(layers: Sequence[int], gates: AttentionGates, recorded: RecordedPass, view: KeptTokens) -> Figure:

@@ -9,6 +9,7 @@ from matplotlib.image import imread
 from ag.errors import UserError
 from ag.evaluate import explain
 from ag.explain import ExplainConfig, main
+from ag.files import file_names
 from ag.gates import export
 from tests.support.batches import read
 from tests.support.gates_for import gates_for
@@ -83,7 +84,7 @@ def test_policies_have_pictures_of_their_own(words, tmp_path):
     """Labels differ in a dot alone, or are what a path becomes in the name of a file."""
     assert main([*words, *PPL, "policies=[a.b=h2o,a_b=tova]", "pictures=[keep]"]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"keep-a.b-0.png", "keep-a_b-0.png"}
-    assert explain._file_names(["flags_a_b", "flags:a/b", "flags:…/a/b"]) == [f"flags_a_b{n}" for n in ("", "_2", "_3")]
+    assert file_names(["flags_a_b", "flags:a/b", "flags:…/a/b"]) == [f"flags_a_b{n}" for n in ("", "_2", "_3")]
 
 
 def test_each_curve_says_what_was_kept(words, gates, tiny_folder, tiny_llama, tiny_tokenizer, tmp_path, monkeypatch):

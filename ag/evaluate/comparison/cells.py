@@ -32,6 +32,7 @@ from ag.versions import versions
 
 VERSIONS = versions("ag", "torch", "transformers")
 NOTHING = Loaded([])
+HUB = "the Hugging Face hub"
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,9 @@ class Cell:
             threads=torch.get_num_threads(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
+            data=HUB if self.task.root is None else self.task.root,
+            revision=config.revision,
+            adapter=config.adapter and f"{config.adapter} ({export.adapter_checksum(config.adapter)[:8]})",
         )
         return FinishedCell(summary, [*outcomes], [*views])
 

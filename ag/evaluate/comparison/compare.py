@@ -19,15 +19,15 @@ from ag.config.recipes import dump
 from ag.config.sections import WandbConfig
 from ag.errors import BudgetWarning, UserError, check_known
 from ag.evaluate.comparison import figures, tables
-from ag.evaluate.comparison.cells import list_cells
+from ag.evaluate.comparison.cells import HUB, list_cells
 from ag.evaluate.comparison.folder import ROWS, FinishedCell, Folder
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.rows import NOT_COMPARED, Comparison, uncompared_results
 from ag.evaluate.comparison.work import run_missing_cells
 from ag.training.artifacts import log_report
 
+WAYS = "task", "model", "revision", "adapter", "dtype", "quantization"  # rows that differ in one are not paired
 COLUMNS = ["label", "budget", "task", "metric", "kept", "mean", "error", "n", "kv_bytes"]  # of the table at W&B
-HUB = "the Hugging Face hub"
 
 
 def run(invocation: Invocation[CompareConfig]) -> int:
@@ -125,7 +125,7 @@ def report(invocation: Invocation[ReportConfig]) -> int:
 def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     """Read the finished cells of several folders, of all commands that wrote there, and where their data came from.
 
-    A task that was measured in several ways (model, weights, data, options) is several tasks, whose names say what
+    A task that was measured in several ways (model, adapter, data, options) is several tasks, whose names say what
     differs. A label that means other policies in other folders gets the name of its folder. Of equal rows the one with
     the most samples remains.
 
@@ -135,13 +135,13 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     cells, conditions, folders = dict[str, FinishedCell](), dict[str, dict[str, str]](), dict[str, str]()
     for path in paths:
         settings = yaml.safe_load((path / "config.yaml").read_text()) if (path / "config.yaml").is_file() else {}
-        data = _data(settings.get("root"), settings.get("roots") or {}) if settings else tables.UNKNOWN
+        last_data = _data(settings.get("root"), settings.get("roots") or {}) if settings else tables.UNKNOWN
         for key, cell in Folder(path).read().items():
             if key not in cells or cells[key].summary.problem is not None:
                 cells[key], folders[key] = cell, path.name
-                ways = {name: str(getattr(cell.summary, name)) for name in ("task", "model", "dtype", "quantization")}
+                ways = {name: str(getattr(cell.summary, name)) for name in WAYS}
                 options = {name: str(value) for name, value in (cell.summary.task_options or {}).items()}
-                conditions[key] = ways | {"data": data} | options
+                conditions[key] = ways | {"data": cell.summary.data or last_data} | options
     if not cells:
         raise UserError(f"folders={[*map(str, paths)]}: {ROWS} has no row that can be read; run the commands again.")
     measured = DataFrame.from_dict(conditions, orient="index").astype(object)

@@ -22,6 +22,7 @@ from ag.evaluate.comparison.folder import tag_values
 from ag.evaluate.comparison.rows import Comparison, Row, percent
 from ag.evaluate.comparison.tables import part_means
 from ag.evaluate.tasks.base import POSITION
+from ag.files import file_names
 from ag.gates.figures import DPI
 
 MIN_SHARES = 2  # kept shares that make a curve
@@ -82,7 +83,7 @@ def save(comparison: Comparison, charts: dict[str, list[Chart]]) -> None:
         rows = [row for row in comparison.of_task(task) if tag_values(comparison.outcomes(row), "depth")]
         if rows:
             figures[f"depths_{task}"] = depths(comparison, rows)
-    for name, figure in figures.items():
+    for name, figure in zip(file_names(figures), figures.values(), strict=True):
         figure.savefig(comparison.folder / f"{name}.png")
         figure.set_layout_engine("none")  # it stays as it was laid out, which takes most of the time
         figure.savefig(comparison.folder / f"{name}.svg", metadata={"Date": None})

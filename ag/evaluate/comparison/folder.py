@@ -76,6 +76,9 @@ class Summary:
     threads: int | None = None  # number of CPU threads
     date: str | None = None  # when the line was written, UTC in ISO 8601
     command: str | None = None  # the command line, or the Python call
+    data: str | None = None  # where the samples come from: a folder or the hub
+    revision: str | None = None  # git revision of the model on the hub; None: the newest, or a folder
+    adapter: str | None = None  # export whose LoRA weights are on the model, and their checksum
 
     @property
     def name(self) -> str:
@@ -195,3 +198,10 @@ def tag_values(outcomes: Sequence[Outcome], tag: str = "") -> dict[str, float]:
     if not tag:
         return {outcome.sample: outcome.score for outcome in outcomes}
     return {outcome.sample: float(outcome.tags[tag]) for outcome in outcomes if tag in outcome.tags}
+
+
+def common_samples(outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the ids of the samples that are in both lists, with equal contents as far as these are known."""
+    others = {outcome.sample: outcome.content_hash for outcome in other_outcomes}
+    in_both = (outcome for outcome in outcomes if outcome.sample in others)
+    return [each.sample for each in in_both if len({each.content_hash, others[each.sample]} - {""}) < 2]

@@ -14,7 +14,7 @@ from pandas import DataFrame
 
 from ag.config.spec import PolicySpec
 from ag.errors import UserError
-from ag.evaluate.comparison.folder import FinishedCell, Summary, tag_values
+from ag.evaluate.comparison.folder import FinishedCell, Summary, common_samples, tag_values
 from ag.evaluate.comparison.statistics import Paired, Vector, compare, mean_and_error
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import POSITION
@@ -90,8 +90,8 @@ class Comparison:
         if key not in self._pairs:
             pair = self.outcomes(row), self.outcomes(other)
             scores, other_scores = (tag_values(outcomes, tag) for outcomes in pair)
-            common = [sample for sample in scores if sample in other_scores]
-            blocks = None if tag else _block_differences(*pair)
+            common = [each for each in common_samples(*pair) if each in scores and each in other_scores]
+            blocks = None if tag else _block_differences(*pair, common)
             my_scores, their_scores = ([each[sample] for sample in common] for each in (scores, other_scores))
             self._pairs[key] = compare(my_scores, their_scores, blocks) if common else None
         return self._pairs[key]
@@ -148,12 +148,12 @@ def _row(cell: FinishedCell) -> dict[str, Any]:
 
 
 def _block_differences(
-    outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome]
+    outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome], samples: Sequence[str]
 ) -> list[tuple[Vector, Vector]] | None:
-    """Return the differences of blocks and their tokens for each sample of both lists. None: there are no blocks."""
+    """Return the differences of blocks and their tokens for each of the samples. None: there are no blocks."""
     others_by_sample, blocks = {outcome.sample: outcome for outcome in other_outcomes}, []
     for outcome in outcomes:
-        if outcome.sample in others_by_sample:
+        if outcome.sample in samples:
             pair = outcome, others_by_sample[outcome.sample]
             nats, other = (one.parts.get(POSITION, {}).get("nats", {}) for one in pair)
             if not nats or nats.keys() != other.keys():

@@ -6,7 +6,9 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
+from ag.evaluate.comparison.folder import tag_values
 from ag.evaluate.comparison.rows import Comparison, Row, at_budget, percent, same_kept_share
 from ag.evaluate.comparison.statistics import SIGNIFICANT, Paired
 
@@ -80,7 +82,13 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     if not compared:
         return without("no policy has a result at this budget")
     lower = bool(tag) or not compared[0].higher_is_better
-    best, *other_policies = sorted(compared, key=lambda row: row.nats if tag else row.mean, reverse=not lower)
+    values = {row.key: tag_values(comparison.outcomes(row), tag) for row in compared}
+    common = set.intersection(*map(set, values.values()))  # joined folders may have rows of more samples
+
+    def mean(row: Row) -> float:
+        return fmean(values[row.key][sample] for sample in common or values[row.key])
+
+    best, *other_policies = sorted(compared, key=mean, reverse=not lower)
     alike = [row for row in other_policies if same_kept_share(best, row)]
     full = next((row for row in measured if not row.evicts), None)
     rival = next((row for row in alike if not (best.gated and row.gated)), full)

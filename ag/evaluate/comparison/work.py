@@ -6,7 +6,8 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
@@ -22,7 +23,7 @@ from ag.commands.compare import CompareConfig
 from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import NOTHING, Cell
-from ag.evaluate.comparison.folder import FinishedCell, Folder
+from ag.evaluate.comparison.folder import FinishedCell, Folder, common_samples
 from ag.evaluate.inside import KeptTokens, record
 from ag.evaluate.tasks import Outcome, Sample, Task
 from ag.gates import export
@@ -37,6 +38,8 @@ def run_missing_cells(
     config: CompareConfig, cells: Sequence[Cell], folder: Folder, console: Console, command: str = ""
 ) -> dict[str, FinishedCell]:
     """Run the cells without a result, here or on a cluster, and write the results. No command: the Python call.
+
+    If the samples of a task have changed since an earlier command, its cells of that command run again.
 
     Returns all cells of the folder by key, including cells of earlier commands.
 
@@ -53,16 +56,34 @@ def run_missing_cells(
         try:
             with progress.bar:
                 progress.cells(num_finished)
-                for finished_together in _run_cells(config, missing, command or python_call(config), progress):
-                    for cell in finished_together:
-                        folder.append(cell)
-                        finished[cell.summary.key] = cell
-                        num_finished += 1
-                    progress.cells(num_finished)  # once: cells of one pass end together
+                while missing:
+                    for finished_together in _run_cells(config, missing, command or python_call(config), progress):
+                        for cell in finished_together:
+                            folder.append(cell)
+                            finished[cell.summary.key] = cell
+                            num_finished += 1
+                        progress.cells(num_finished)  # once: cells of one pass end together
+                    missing = _outdated(cells, finished, {cell.task.name: finished[cell.key] for cell in missing})
+                    num_finished -= len(missing)
+                    if missing:
+                        names = ", ".join(cell.name for cell in missing)
+                        console.print(f"The data has changed since these results, which are measured again: {names}")
         except KeyboardInterrupt:
             state = f"{num_finished} of {len(cells)} cells are in {folder.path}"
             raise KeyboardInterrupt(f"{state}; the same command goes on from there") from None
     return finished
+
+
+def _outdated(
+    cells: Sequence[Cell], finished: Mapping[str, FinishedCell], newest: Mapping[str, FinishedCell]
+) -> list[Cell]:
+    """Return the cells whose samples are not those of the newest cell of their task, by its name."""
+    outdated = []
+    for cell in cells:
+        pair = [each.outcomes for each in (finished[cell.key], newest.get(cell.task.name, finished[cell.key]))]
+        if all(pair) and len(common_samples(*pair)) < max(map(len, pair)):
+            outdated.append(cell)
+    return outdated
 
 
 def _run_cells(
@@ -165,14 +186,14 @@ class Worker:
         for cell_outcomes in run_outcomes:
             del cell_outcomes[num_done:]
         self.progress.outcome(num_done * len(run_outcomes))
-        remaining = samples[num_done:]
+        remaining, hashes = samples[num_done:], {sample.id: sample.content_hash for sample in samples}
         for index, outcome in cells[0].task.run(self.model, self.tokenizer, policies, remaining) if remaining else ():
             for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has only finite numbers
                 if isinstance(value, float) and not math.isfinite(value):
                     raise UserError(
                         f"sample {outcome.sample} has the {name} {value}: expected a finite number; try dtype=float32."
                     )
-            run_outcomes[index].append(outcome)
+            run_outcomes[index].append(replace(outcome, content_hash=hashes.get(outcome.sample, "")))
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)

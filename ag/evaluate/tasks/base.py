@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -48,6 +50,12 @@ class Sample:
         """Tokens of the target; empty if the sample has no answers."""
         return self.answers[self.target] if self.answers else []
 
+    @property
+    def content_hash(self) -> str:
+        """Hash of everything but the id."""
+        content = json.dumps(asdict(replace(self, id="")), default=lambda part: type(part).__name__)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
 
 Samples = Sequence[Sample]
 
@@ -68,6 +76,7 @@ class Outcome:
     seconds: float  # of eviction, question and answer; without the prompt, which policies read together
     tags: Tags = field(default_factory=dict)  # tags of the sample, and further measures
     over_budget: bool = False  # whether more tokens were protected than the budget allows
+    content_hash: str = ""  # of the sample; empty in results of earlier versions
 
     @property
     def parts(self) -> dict[str, dict[str, dict[str, float]]]:

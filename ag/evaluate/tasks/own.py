@@ -111,7 +111,7 @@ class Own(PromptTask):
                 context_and_question = start + tokenize(tokenizer, [row["context"] + text])[0]
                 [answer] = tokenize_after(tokenizer, [entry["answer"].strip()])
                 parts.append((divided(context, context_and_question), answer))
-            name = f"{file.stem}/{number}"
+            name = f"{file.name}/{number}"
             if self.question == "after":
                 shortest = min((prompt for (prompt, _), _ in parts), key=len)
                 questions = [
@@ -133,7 +133,7 @@ class Own(PromptTask):
                 check_fields(row, {data.text_field: str}, f"{file} row {number}")
                 ids = (start_tokens(tokenizer) + tokenize(tokenizer, [row[data.text_field]])[0])[:max_tokens]
                 end = max(0, len(ids) - self.continuation)
-                yield Sample(f"{file.stem}/{number}", ids[:end], answers=[ids[end:]])
+                yield Sample(f"{file.name}/{number}", ids[:end], answers=[ids[end:]])
             return
         if form.chat and tokenizer.chat_template is None:
             raise DataError(f"{file} has messages, and the tokenizer has no chat template: use an instruct model")
@@ -141,7 +141,7 @@ class Own(PromptTask):
         for number, tokenized in enumerate(encoded, start=1):
             loss, tokens = tokenized.loss, tokenized.tokens.tolist()
             begin, end = (tokenized.response_start, len(tokens)) if loss is None else runs(loss)[-1]
-            yield Sample(f"{file.stem}/{number}", tokens[:begin], answers=[tokens[begin:end]])
+            yield Sample(f"{file.name}/{number}", tokens[:begin], answers=[tokens[begin:end]])
 
 
 def _questions_of(row: Record, location: str) -> Sequence[dict[str, Any]]:

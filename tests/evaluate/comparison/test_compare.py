@@ -37,7 +37,19 @@ from tests.support.refused import names, refuses
 pytestmark = pytest.mark.usefixtures("no_charts")
 NEEDLES = {"needle_single": {"lengths": [300], "repeats": 2, "depths": [0.5]}}
 LATER = {"dtype", "quantization", "prompt_mean", "prompt_min", "prompt_max", "task_options", "hardware", "threads"}
-LATER |= {"date", "command", "untouched", "question", "nats", "hits", "floor", "over_budget"}
+LATER |= {
+    "date",
+    "command",
+    "untouched",
+    "question",
+    "nats",
+    "hits",
+    "floor",
+    "over_budget",
+    "data",
+    "revision",
+    "adapter",
+}
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +210,24 @@ def test_another_model_in_the_same_folder_is_another_cell(config, tiny_llama, ti
     with monkeypatch.context() as patch:
         patch.setattr("ag.evaluate.comparison.cells.checksums", lambda name: {})
         assert (keys("smollm2"), keys("owner/name")) == named
+
+
+def test_changed_data_is_measured_again(config, quiet, tiny_folder, tmp_path):
+    """As soon as a new policy reads it; what it replaces is named."""
+    corpus = tmp_path / "data" / "corpus"
+    corpus.mkdir(parents=True)
+    texts = (tiny_folder / "corpus" / "test.jsonl").read_text()
+    (corpus / "test.jsonl").write_text(texts)
+    root = {"root": str(tmp_path / "data"), "view_samples": 0}
+    compare(config(policies=["full", "h2o"], budgets=[0.5], **root), quiet)
+    (corpus / "test.jsonl").write_text(texts.replace("a", "b"))
+    three = {"policies": ["full", "h2o", "tova"], "budgets": [0.5]} | root
+    console = Console(file=io.StringIO(), width=200)
+    again = compare(config(**three), console)
+    names(console.file.getvalue(), "data has changed", "ppl: full, ppl: h2o 0.5")
+    fresh = compare(config(output=tmp_path / "fresh", **three), quiet)
+    assert [row.mean for row in again.results] == [row.mean for row in fresh.results]
+    assert all(row.data == root["root"] for row in again.results)
 
 
 def test_damaged_rows_are_named_and_run_again(config, quiet, done, caplog):

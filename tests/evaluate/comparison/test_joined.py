@@ -1,6 +1,7 @@
 """Several folders as one comparison: which rows are one row, and which only look so."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,30 @@ def test_data_of_two_places_is_apart(folder, config):
     here, hub = Path("here").resolve(), f"the Hugging Face hub; ppl: {Path('there').resolve()}"
     assert [one.summary.task for one in cells] == [f"ppl (data={here})", f"ppl (data={hub})"]
     assert data == f"{here}; {hub}"
+
+
+def test_what_a_row_was_measured_on_is_in_the_row(folder, config):
+    """Two commands wrote into one folder; its settings are those of the second."""
+    pair = cell("h2o", key="k0", data="here"), cell("tova", key="k1", data="there")
+    path = folder("a", *pair, cell("snapkv", key="k2", data="there", adapter="EXPORT (0123abcd)"))
+    (path / "config.yaml").write_text(dump(config(root="there")))
+    assert [task for task, *_ in shown(path)] == [
+        "ppl (adapter=None, data=here)",
+        "ppl (adapter=None, data=there)",
+        "ppl (adapter=EXPORT (0123abcd), data=there)",
+    ]
+
+
+def test_samples_with_other_contents_are_not_paired(folder, tmp_path):
+    """The contents of earlier versions' samples are unknown: these are paired by their ids."""
+    hashes = {"full": "a", "h2o": "a", "tova": "b", "snapkv": ""}
+    cells = [cell(label, None if label == "full" else 0.5) for label in hashes]
+    cells = [
+        one._replace(outcomes=[replace(outcome, content_hash=hashes[one.summary.label]) for outcome in one.outcomes])
+        for one in cells
+    ]
+    full, h2o, tova, snapkv = Comparison(cells, tmp_path).results
+    assert math.isnan(tova.difference) and not math.isnan(h2o.difference) and not math.isnan(snapkv.difference)
 
 
 def test_a_label_with_two_meanings_has_the_name_of_its_folder(folder):

@@ -334,6 +334,15 @@ def test_plots_are_drawn(compared):
 
 
 @pytest.mark.slow
+def test_a_task_with_a_path_in_its_name_is_drawn(tmp_path):
+    """Joined folders have such names, by the data or the model."""
+    scores = ("full", None, [1.0, 2.0]), ("h2o", 0.5, [2.0, 2.5])
+    rows = [result(label, budget, "ppl (data=/a/b)", values) for label, budget, values in scores]
+    comparison = compared_of(*rows, folder=tmp_path)
+    figures.save(comparison, figures.all_charts(comparison))
+    assert "quality_ppl_data_a_b_.png" in {path.name for path in tmp_path.iterdir()}
+
+
 def test_the_page_stands_alone_and_hostile_text_is_only_data(compared):
     text = (compared.folder / "report.html").read_text()
     page = Page(text)

@@ -56,6 +56,20 @@ def test_gates_are_not_rivals_of_gates(tmp_path):
     assert (verdict.best.label, verdict.rival.label) == ("mine", "tova")
 
 
+def test_the_best_is_best_on_common_samples(tmp_path):
+    """In joined folders one policy may have run on more samples, which are harder."""
+    cells = list(made_up.comparison(tmp_path, mine=0.2, h2o=0.5).cells.values())
+    for index, (summary, outcomes, _) in enumerate(cells):
+        if summary.label != "mine":
+            easy = sorted(outcomes, key=lambda outcome: outcome.score)[:12]
+            mean = float(np.mean([outcome.score for outcome in easy]))
+            cells[index] = FinishedCell(replace(summary, n=12, mean=mean), easy, [])
+    comparison = Comparison(cells, tmp_path)
+    mine, h2o = (row for row in comparison.at("ppl", "0.5") if row.label in ("mine", "h2o"))
+    verdict = find_verdict(comparison, "ppl", "0.5")
+    assert mine.mean > h2o.mean and (verdict.best.label, verdict.rival.label) == ("mine", "h2o")
+
+
 def test_half_the_memory_is_measured(tmp_path):
     """Budgets in bytes: 0.5 keeps 90 % of the full cache's, 0.1 keeps 45 %; without a full cache the kept share."""
     sizes = {"": 1000.0, "0.5": 900.0, "0.1": 450.0}

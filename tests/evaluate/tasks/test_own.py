@@ -48,7 +48,7 @@ def nats(model, ids, number):
 def test_each_question_is_asked_alone_after_the_context(rows, tiny_llama, tiny_tokenizer):
     model, tokenizer = tiny_llama(), tiny_tokenizer
     [sample] = loaded(tokenizer, rows("a.jsonl", {"context": CONTEXT, "questions": QUESTIONS})).samples
-    assert text_of(tokenizer, sample.prompt) == CONTEXT and sample.id == "a/1"
+    assert text_of(tokenizer, sample.prompt) == CONTEXT and sample.id == "a.jsonl/1"
     assert [text_of(tokenizer, part.question) for part in sample.parts] == ["\n\nHarbour?\n", "\n\nAnd the bakery?\n"]
     [(_, outcome)] = make("own", "x").run(model, tokenizer, [ag.policy("full")], [sample])
     expected = [nats(model, [*sample.prompt, *part.question, *part.answer], len(part.answer)) for part in sample.parts]
@@ -84,9 +84,9 @@ def test_texts_chats_and_pairs(rows, tmp_path, tiny_tokenizer, tiny_llama):
     assert (len(found.samples), found.too_short, found.too_long) == (3, 1, 0)
     texts = {x.id: (text_of(tiny_tokenizer, x.prompt), text_of(tiny_tokenizer, x.target_tokens)) for x in found.samples}
     assert texts == {
-        "one/1": ("A plain text.\nOf two ", "lines."),
-        "pairs/1": ("Two and two? ", "Four.</s>"),
-        "texts/1": ("0123456789abcd", "efghij"),
+        "one.txt/1": ("A plain text.\nOf two ", "lines."),
+        "pairs.jsonl/1": ("Two and two? ", "Four.</s>"),
+        "texts.jsonl/1": ("0123456789abcd", "efghij"),
     }
     model = tiny_llama()
     for sample, (_, outcome) in zip(
