@@ -189,17 +189,17 @@ class PromptTask(Task):
                 cache, last_hidden = caches.pop(0)  # freed before the next answer
                 usage = cache.kept_share(), cache.nbytes
                 # scoring after this counts in the time of the answer
-                seconds, start = cache.scoring_seconds, _synchronised_time(device)
+                seconds, start = cache.scoring_seconds, synchronised_time(device)
                 if sample.question:
                     last_hidden = feed(model, cache, question)[:, -1]
                 if index < 0:
                     full = log_probabilities(model, cache, last_hidden, sample.target_tokens)
                     continue
-                seconds += _synchronised_time(device) - start
+                seconds += synchronised_time(device) - start
                 copied = None if full is None else copy.deepcopy(cache)
-                start = _synchronised_time(device)
+                start = synchronised_time(device)
                 score, tags = self.answer(model, tokenizer, cache, last_hidden, sample)
-                seconds += _synchronised_time(device) - start
+                seconds += synchronised_time(device) - start
                 over = bool(cache.over_budget.any())
                 if full is not None and copied is not None:
                     other = log_probabilities(model, copied, last_hidden, sample.target_tokens)
@@ -221,7 +221,7 @@ class PromptTask(Task):
         """
 
 
-def _synchronised_time(device: torch.device) -> float:
+def synchronised_time(device: torch.device) -> float:
     """Return the time in seconds, after the GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

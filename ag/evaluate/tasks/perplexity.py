@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +14,18 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.tokens import start_tokens, tokenize
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Outcome, Outcomes, PositiveInt, PromptTask, Sample, Samples, Tags, Task
+from ag.evaluate.tasks.base import (
+    LeftOut,
+    Outcome,
+    Outcomes,
+    PositiveInt,
+    PromptTask,
+    Sample,
+    Samples,
+    Tags,
+    Task,
+    synchronised_time,
+)
 from ag.evaluate.tasks.follow import distance, feed, mean_nats
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.gates.attach import attached_gates
@@ -118,9 +128,9 @@ class Stream(Documents):
             full = self._score_stream(model, *caches.pop(0), book)[2] if compared else None
             for index in range(len(policies)):
                 cache, last_hidden = caches.pop(0)
-                start = time.perf_counter()
+                start = synchronised_time(device)
                 nats, kept_shares, log_probs = self._score_stream(model, cache, last_hidden, book)
-                seconds = time.perf_counter() - start
+                seconds = synchronised_time(device) - start
                 tags = {} if full is None else distance(full, log_probs)
                 tags |= {"held@end": cache.kept_share()}
                 for name, values in (("nats", nats), ("held", kept_shares)):

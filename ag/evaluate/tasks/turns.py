@@ -6,7 +6,6 @@ The two modes follow SCBench (https://arxiv.org/abs/2412.10319). Kinds of questi
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.tokens import tokenize_after
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.evaluate.tasks import ruler
-from ag.evaluate.tasks.base import Outcome, Outcomes, PositiveInt, Sample, Samples, by_part
+from ag.evaluate.tasks.base import Outcome, Outcomes, PositiveInt, Sample, Samples, by_part, synchronised_time
 from ag.evaluate.tasks.follow import distance, feed_texts
 from ag.evaluate.tasks.questions import TextSample, num_blank_tokens
 from ag.evaluate.tasks.ruler import Digits, Haystack, Variant
@@ -122,9 +121,9 @@ class Turns(Haystack):
             for index in range(len(policies)):
                 cache, _ = caches.pop(0)  # freed before the next policy runs
                 usage, over = (cache.kept_share(), cache.nbytes), bool(cache.over_budget.any())
-                seconds, start = cache.scoring_seconds, time.perf_counter()  # later scoring counts in the turns
+                seconds, start = cache.scoring_seconds, synchronised_time(device)  # later scoring counts in the turns
                 log_probs = self._answer_log_probs(model, cache, sample)
-                seconds += time.perf_counter() - start
+                seconds += synchronised_time(device) - start
                 score, tags = _outcome_score(sample, log_probs)
                 tags |= distance(full, log_probs)
                 yield index, Outcome(sample.id, score, len(sample.prompt), *usage, seconds, tags, over)

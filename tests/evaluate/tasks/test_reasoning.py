@@ -6,8 +6,9 @@ import torch
 import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import make
-from ag.evaluate.tasks.reasoning import INSTRUCTION, Decoded, GivenTexts, SampledTokens
-from ag.evaluate.tasks.reasoning import decode as real_decode
+from ag.evaluate.tasks.reasoning import INSTRUCTION, GivenTexts, SampledTokens
+from ag.evaluate.tasks.solutions import Decoded
+from ag.evaluate.tasks.solutions import decode as real_decode
 from tests.support.bounds import hold, of_nats
 from tests.support.refused import refuses
 
@@ -116,9 +117,9 @@ def test_own_solutions_are_read_as_each_is_alone(load, model, tiny_tokenizer, pl
 
 def test_the_full_cache_writes_once_for_all_policies(load, model, tiny_tokenizer, monkeypatch):
     calls = []
-    monkeypatch.setattr(
-        "ag.evaluate.tasks.reasoning.decode", lambda *given: calls.append(given[-1]) or real_decode(*given)
-    )
+    for module in ("reasoning", "solutions"):
+        name = f"ag.evaluate.tasks.{module}.decode"
+        monkeypatch.setattr(name, lambda *given: calls.append(given[-1]) or real_decode(*given))
     task, loaded = load("gsm8k_nats", batch=3)
     outcomes = [*task.run(model, tiny_tokenizer, POLICIES, loaded.samples)]
     assert len(outcomes) == 9 and [isinstance(call, GivenTexts) for call in calls] == [False, True, True, True]

@@ -9,7 +9,7 @@ import ag
 from ag.data.problems import generate
 from ag.errors import BudgetWarning
 from ag.evaluate.tasks import make
-from ag.evaluate.tasks.follow import WrittenText
+from ag.evaluate.tasks.solutions import Decoded
 from tests.support.blocks import slots
 from tests.support.gates_for import gates_for
 
@@ -28,8 +28,7 @@ def alone(model, policy, sample):
     tokens = model.generate(
         torch.tensor([sample.prompt]), past_key_values=cache, max_new_tokens=sample.max_new_tokens, do_sample=False
     )
-    text = tokens[0, len(sample.prompt) :].tolist()
-    return text[: text.index(2)] if 2 in text else text, cache
+    return tokens[0, len(sample.prompt) :].tolist(), cache
 
 
 def test_problems_are_of_the_test_split(tiny_tokenizer):
@@ -93,13 +92,13 @@ def test_each_text_of_a_batch_says_whether_more_is_protected_than_its_budget(tin
 
 
 def test_right_answers_count(tiny_llama, tiny_tokenizer, monkeypatch):
-    """Of three texts, which end in another order: the right solution, another one's, and half of the right one."""
+    """Of three texts: the right solution, another one's, and half of the right one."""
     task, loaded = load(tiny_tokenizer, limit=3)
     problems = [sample.parts[0] for sample in loaded.samples]
     said = [problems[0].solution, problems[0].solution, problems[2].solution[: len(problems[2].solution) // 2]]
     tokens = [tiny_tokenizer(f" {text}")["input_ids"] for text in said]
-    written = [WrittenText(row, row, tokens[row]) for row in (2, 0, 1)]
-    monkeypatch.setattr("ag.evaluate.tasks.worked.continue_batch", lambda *_: written)
+    written = [Decoded(text, [1.0], (1, 1.0, 1), False) for text in tokens]
+    monkeypatch.setattr("ag.evaluate.tasks.worked.decode", lambda *_: written)
     outcomes = [one for _, one in task.run(tiny_llama(), tiny_tokenizer, [ag.policy("full")], loaded.samples)]
     assert [outcome.score for outcome in outcomes] == [1.0, 0.0, 0.0]
     assert [outcome.tags["answer"] for outcome in outcomes[:2]] == [problems[0].answer] * 2
