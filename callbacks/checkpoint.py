@@ -34,8 +34,9 @@ class RunCheckpoint(StepCallback, Checkpoint):
     def __init__(self, run_dir: Path, settings: CheckpointConfig) -> None:
         self._folder, self._settings = Path(run_dir) / "checkpoints", settings
         self._best, self._saved_step = math.inf, 0
-        self._step_end: dict[str, Any] = {}
-        self._use_step_end = False
+        #: Loop counters of the last moment from which a run can be resumed.
+        self._resumable_counters: dict[str, Any] = {}
+        self._save_resumable = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, and the name of its metric."""
@@ -66,7 +67,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy the loop counters; save if a checkpoint is due."""
-        self._step_end = deepcopy(trainer.fit_loop.state_dict())
+        self._resumable_counters = deepcopy(trainer.fit_loop.state_dict())
         if self._settings.every_steps and self._step % self._settings.every_steps == 0:
             self._save(trainer)
 
@@ -74,12 +75,15 @@ class RunCheckpoint(StepCallback, Checkpoint):
         """Mark the validation as begun in the copied counters."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._step_end = deepcopy(trainer.fit_loop.state_dict())
-        begun = self._step_end["epoch_loop.val_loop.batch_progress"]["total"]
+        # a resumed run repeats an unfinished validation, which its checkpoint has counted already
+        total = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+        total.ready = total.started = total.processed
+        self._resumable_counters = deepcopy(trainer.fit_loop.state_dict())
+        begun = self._resumable_counters["epoch_loop.val_loop.batch_progress"]["total"]
         begun["ready"] += 1
         begun["started"] += 1
         if self._saved_step == trainer.global_step:
-            self._save(trainer, use_step_end=True)
+            self._save(trainer, resumable=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, and keep a copy if the monitored metric is the best so far."""
@@ -96,29 +100,29 @@ class RunCheckpoint(StepCallback, Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step."""
         if self._saved_step != trainer.global_step:
-            self._save(trainer, use_step_end=True)
+            self._save(trainer, resumable=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the last complete step; with several ranks only after a signal, as saving needs all of them."""
         together = trainer.world_size == 1 or isinstance(exception, Stopped)
-        nothing_new = not self._step_end or self._saved_step == trainer.global_step
+        nothing_new = not self._resumable_counters or self._saved_step == trainer.global_step
         # after an exception between the optimiser's step and the end of its batch, the copied counters are too old
         nothing_new |= self._step != trainer.global_step
         if isinstance(exception, NonFiniteError) or not together or nothing_new:
             return
         try:
-            self._save(trainer, use_step_end=True)
+            self._save(trainer, resumable=True)
         except (OSError, RuntimeError) as error:
             warnings.warn(f"step {trainer.global_step} could not be saved: {error}", stacklevel=2)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Replace the current loop counters by their copy."""
-        if self._use_step_end:
-            checkpoint["loops"]["fit_loop"] = self._step_end
+        if self._save_resumable:
+            checkpoint["loops"]["fit_loop"] = self._resumable_counters
 
-    def _save(self, trainer: Trainer, use_step_end: bool = False) -> Path:
+    def _save(self, trainer: Trainer, resumable: bool = False) -> Path:
         path = self._folder / f"step={trainer.global_step:06d}.ckpt"
-        self._use_step_end = use_step_end
+        self._save_resumable = resumable
         trainer.save_checkpoint(path, weights_only=False)
         self._saved_step = trainer.global_step
         if trainer.is_global_zero:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,32 @@ def test_validations_lie_between_steps(tmp_path: Path, monkeypatch: pytest.Monke
     for run in ("whole", "cut"):
         rows = read_metrics(tmp_path / run / "metrics.csv")
         assert [row["step"] for row in rows if "val/loss" in row] == [1, 2, 3, 4]
+
+
+def test_a_run_interrupted_around_a_validation_twice_validates_whole_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First inside the validation of step 2, then in the step after it. A validation has two batches."""
+    validated: list[int] = []
+    validation_step, training_step = Tiny.validation_step, Tiny.training_step
+
+    def broken(self: Tiny, *arguments: Any) -> None:
+        raise RuntimeError("a bug")
+
+    def recorded(self: Tiny, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        validated.append(self.global_step)
+        validation_step(self, batch, batch_idx)
+
+    def broken_in_step_3(self: Tiny, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return broken(self) if self.global_step == 2 else training_step(self, batch, batch_idx)
+
+    for patches in ({"validation_step": broken}, {"training_step": broken_in_step_3}, {}):
+        newest = newest_valid(tmp_path) if (tmp_path / "checkpoints").exists() else None
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="a bug") if patches else nullcontext():
+            for name, method in ({"validation_step": recorded} | patches).items():
+                patch.setattr(Tiny, name, method)
+            fit(tmp_path, trainer={"val_every": 2}, ckpt_path=newest)
+    assert validated == [2, 2, 4, 4, 6, 6]
 
 
 def test_an_error_after_the_optimisers_step_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
