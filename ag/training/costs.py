@@ -62,18 +62,19 @@ class CostRecorder(ResponsePass):
 
     @torch.no_grad()
     def _measure(self, call: AttentionCall, gradient: Tensor) -> None:
-        layer, kv_heads = call.layer, call.k.shape[1]
-        prompt_weights, response_weights = attention_weights(
-            call.q, call.k, self.prompt.keys[layer], call.scaling, call.window
-        )
-        gradient = gradient[0].unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [Hkv, G R, D]
-        prompt_value = gradient @ self.prompt.values[layer].mT * prompt_weights[0]
-        response_mass = response_weights[0].sum(-1)
-        response_value = (gradient @ call.v[0].mT * response_weights[0]).sum(-1)
-        bin_of_token = F.one_hot(self.bins[layer], self.count).to(prompt_weights.dtype)  # [Hkv, N, M + 1]
-        above = [(x @ bin_of_token).flip(-1).cumsum(-1).flip(-1)[..., 1:] for x in (prompt_weights[0], prompt_value)]
-        kept = self.kept[layer][:, :, None].to(prompt_weights.dtype)
-        kept_mass, kept_value = ((x @ kept)[..., 0] for x in (prompt_weights[0], prompt_value))
+        layer, kv_heads, (keys, values) = call.layer, call.k.shape[1], (self.prompt.keys, self.prompt.values)
+        q, k, v, prompt_k, prompt_v = (x.to(gradient) for x in (call.q, call.k, call.v, keys[layer], values[layer]))
+        with torch.autocast(gradient.device.type, enabled=False):  # its products would round the sums of weights
+            weights = attention_weights(q, k, prompt_k, call.scaling, call.window)
+            prompt_weights, response_weights = weights[0][0], weights[1][0]
+            gradient = gradient[0].unflatten(0, (kv_heads, -1)).flatten(1, 2)  # [Hkv, G R, D]
+            prompt_value = gradient @ prompt_v.mT * prompt_weights
+            response_mass = response_weights.sum(-1)
+            response_value = (gradient @ v[0].mT * response_weights).sum(-1)
+            bin_of_token = F.one_hot(self.bins[layer], self.count).to(prompt_weights.dtype)  # [Hkv, N, M + 1]
+            above = [(x @ bin_of_token).flip(-1).cumsum(-1).flip(-1)[..., 1:] for x in (prompt_weights, prompt_value)]
+            kept = self.kept[layer][:, :, None].to(prompt_weights.dtype)
+            kept_mass, kept_value = ((x @ kept)[..., 0] for x in (prompt_weights, prompt_value))
         output = (kept_value + response_value) / (kept_mass + response_mass)
         change = (above[1] + response_value[..., None]) / (above[0] + response_mass[..., None]) - output[..., None]
         self.linear[layer], self.square[layer] = change.sum(1), 0.5 * change.square().sum(1)
@@ -151,7 +152,8 @@ def _measure_row(
         return None
     thresholds = kept_logits.min() + offsets
     keep = torch.ones_like(flags) if keep_all else flags
-    by_layer = dict(zip(prompt.hidden, logits.masked_fill(protected, float("inf")), strict=True))
+    logits = logits.masked_fill(protected, float("inf"))
+    by_layer = dict(zip(prompt.hidden, logits, strict=True))
     recorder = CostRecorder(prompt, dict(zip(prompt.hidden, keep[:, None].clone(), strict=True)), by_layer, thresholds)
     with torch.enable_grad():
         hidden = loss.run_decoder({"input_ids": tokens}, recorder)
@@ -166,7 +168,8 @@ def _measure_row(
             cost = cost + torch.stack([recorder.linear[layer] for layer in prompt.hidden])
     visible = in_window(logits.shape[-1], loss.window, logits.device)[:, None]
     cost, kept = cost / len(sampled_ids), ((logits[..., None] > thresholds) & visible).float().mean(2)
-    return cost, kept, cost[..., len(offsets) // 2].sum() if keep_all else divergence.detach().mean()
+    sum_of_costs = cost[..., len(offsets) // 2].sum()  # of the heads, without a move
+    return cost, kept, sum_of_costs if keep_all else divergence.detach().mean()
 
 
 def _cheapest(cost: Tensor, share: Tensor, divergence: Tensor, max_offset: float) -> Tensor:

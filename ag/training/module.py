@@ -86,7 +86,8 @@ class GatedLM(L.LightningModule):
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             num_rows = self.trainer.world_size if self.trainer.fast_dev_run else warm.rows  # type: ignore[attr-defined]
             batches = [{name: x.to(self.device) for name, x in row.items()} for row in data.first_rows(num_rows)]
-            costs.fit_bias_offsets(self.gated_loss, batches, warm.rounds)
+            with self.trainer.precision_plugin.forward_context():  # as in a training step
+                costs.fit_bias_offsets(self.gated_loss, batches, warm.rounds)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch, and log the means over the batches of this optimiser step so far."""

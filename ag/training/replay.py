@@ -187,7 +187,9 @@ class PromptStore:
         try:
             parts = load_file(path, device=str(tokens.device))
         except (OSError, SafetensorError):
-            return self._write(path, tokens)
+            self._write(path, tokens)
+            # the model's own tensors have other strides, and products with them round differently in a later run
+            parts = load_file(path, device=str(tokens.device))
         prompt = CachedPrompt()
         for key in sorted(parts, key=lambda key: int(key.partition(".")[2])):  # layers in order, as they are read
             name, _, layer = key.partition(".")
@@ -195,11 +197,11 @@ class PromptStore:
         return prompt
 
     @torch.no_grad()
-    def _write(self, path: Path, tokens: Tensor) -> CachedPrompt:
+    def _write(self, path: Path, tokens: Tensor) -> None:
         recorder = TargetRecorder(self.model, self.gates) if self.with_targets else PromptRecorder(self.gates)
         decoder_of(self.model)(input_ids=tokens[None], use_cache=False, gating=recorder)
-        prompt = recorder.cached_prompt
-        parts = {f"{name}.{layer}": x for name, layers in vars(prompt).items() for layer, x in layers.items()}
+        recorded = vars(recorder.cached_prompt)
+        parts = {f"{name}.{layer}": x for name, layers in recorded.items() for layer, x in layers.items()}
         try:
             with replacing(path) as partial:
                 save_file({key: x.contiguous() for key, x in parts.items()}, partial)
@@ -208,7 +210,6 @@ class PromptStore:
                 f"loss.contexts={self.folder}: a context of {tokens.numel()} tokens cannot be written ({error}): name "
                 "a folder with room and permission, or use fewer or shorter contexts."
             ) from error
-        return prompt
 
 
 def check_rows(rows: Sequence[Row]) -> None:

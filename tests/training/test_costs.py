@@ -1,7 +1,11 @@
 """Costs of heads' thresholds, and the offsets that they give."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 from ag.model.interceptor import AttentionCall
 from ag.training import costs
@@ -66,6 +70,36 @@ def test_a_budget_of_protected_tokens_costs_nothing(tiny_llama):
     module.gated_loss.replay_row(short, 0, [0.5]).divergence.sum().backward()
     assert all(torch.equal(*pair) for pair in zip(before, module.gates.parameters(), strict=True))
     assert not any(bool(x.grad.any()) for x in module.gates.parameters())
+
+
+def test_protected_tokens_are_kept_under_every_threshold(tiny_llama):
+    loss = replay(tiny_llama().double()).gated_loss
+    row, offsets = loss.split_row(batch(), 0), torch.tensor([-1e-6, 0, 1e3])
+    _, kept, _ = costs._measure_row(loss, *row, 0.5, offsets, torch.Generator(), True)
+    flags = loss.keep_flags(loss.gate_logits(row[0]), 0.5).detach()
+    protected = flags.bool().flatten(0, 1).all(0).float().mean()
+    assert 0 < protected < 0.5
+    hold(kept[..., 0], flags.mean(-1), EPS32)
+    hold(kept[..., -1], protected.expand_as(kept[..., -1]), EPS32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_costs_are_measured_on_the_prompts_that_training_reads(tiny_llama, tmp_path, dtype):
+    module, data = replay(tiny_llama(), str(tmp_path)), batch(4)
+    module.gates.float()
+    module.config.warmup.rounds = 1
+    context = MixedPrecision("bf16-mixed", "cpu").forward_context if dtype == torch.bfloat16 else nullcontext
+    rows = [{name: x[row, None] for name, x in data.items()} for row in range(4)]
+    module._trainer = SimpleNamespace(
+        datamodule=SimpleNamespace(first_rows=lambda count: rows[:count]),
+        precision_plugin=SimpleNamespace(forward_context=context),
+        fast_dev_run=False,
+    )
+    module._set_biases()
+    files = len(list(tmp_path.iterdir()))
+    with context():
+        module.gated_loss.loss(data, 0)
+    assert files == len(list(tmp_path.iterdir())) == 4
 
 
 def test_the_cheapest_moves_keep_as_many_tokens():

@@ -187,11 +187,13 @@ def test_a_prompt_is_read_once(tiny_llama, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("with_targets", [False, True])
 def test_a_prompt_from_the_folder_has_its_layers_in_order(tiny_llama, tmp_path, with_targets):
+    """And the strides of the tensors of the first reading: a product rounds by them."""
     module, tokens = replay(tiny_llama(num_hidden_layers=11), str(tmp_path)), batch()["input_ids"][0]
     store = PromptStore(module.model, module.gates, str(tmp_path), with_targets)
     layers = list(range(11))
     for prompt in (store.read(tokens), store.read(tokens)):
         assert [list(x) for x in vars(prompt).values()] == [layers, layers, layers, layers if with_targets else []]
+        assert all(x.is_contiguous() for by_layer in vars(prompt).values() for x in by_layer.values())
 
 
 def test_targets_leave_the_cached_prompt_unchanged(tiny_llama, tmp_path):
