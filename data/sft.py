@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ag.config.data import QuestionConfig, SftConfig
+from ag.config.keys import as_argument
 from ag.data import custom_sft
 from ag.data.encode import encode, truncate_prompt, truncation_remedies
 from ag.data.rows import Row
@@ -24,15 +25,27 @@ if TYPE_CHECKING:
 
     from ag.config import DataConfig
 
+#: Keys that only rows of your own read.
+OWN_KEYS = (
+    "subset", "revision", "text_field", "prompt_field", "response_field", "messages_field", "prompt_min", "prompt_max",
+    "continuation",
+)  # fmt: skip
+
 
 class Supervised(DataKind):
     """Prompts with responses: a task of the table, or rows of your own."""
 
     def check(self, data: DataConfig) -> None:
-        """Refuse a task that is not in the table, and a question after eviction if no text precedes the question."""
+        """Refuse a task that is not in the table, keys that it does not read, and a question that no text precedes."""
         assert isinstance(data, SftConfig)
         if not is_own(data):
             find_task(data)
+            for name in OWN_KEYS:
+                if (value := getattr(data, name)) != getattr(SftConfig, name):
+                    raise DataError(
+                        f"data.{name}={as_argument(value)} with data.name={data.name}: a task of the table does not "
+                        f"read data.{name}; leave it out, or give rows of your own"
+                    )
         if data.question == "after" and not (data.name in TASKS and TASKS[data.name].context):
             raise DataError(
                 f"data.question=after with data.name={data.name}: expected a task with a text before its question "

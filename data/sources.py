@@ -88,8 +88,8 @@ class Source:
             files = ", ".join(file.name for file in whole_files + shards[:2])
             raise DataError(f"{self.folder} has several files for split {split} ({files}): keep one, or shards alone")
         if split == "train" and not whole_files and not shards:  # a folder of texts
-            other_splits = ("validation", "test")
-            shards = sorted(file for file in self.folder.glob("*.txt") if not file.name.startswith(other_splits))
+            other_split = re.compile(r"(validation|test)(-.*)?\.txt")
+            shards = sorted(file for file in self.folder.glob("*.txt") if not other_split.fullmatch(file.name))
         if not whole_files and not shards:
             raise MissingSplitError(
                 f"{self.folder} has no split {split}: expected {split}.jsonl (or {', '.join(ENDINGS[1:])}), shards "

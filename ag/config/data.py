@@ -153,8 +153,8 @@ class RepeatedKeys:
 
     copy_max: int = key(
         0,
-        "a random chunk of this many tokens of a longer passage is repeated; 0 means the whole passage (text, "
-        "repeated)",
+        "tokens of the random chunk of a passage that is repeated; the last chunk of a passage may be shorter; 0 means "
+        "the whole passage (text, repeated)",
         ge=0,
     )
 

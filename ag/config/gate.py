@@ -46,7 +46,7 @@ class GateConfig:
     covers: Literal["prompt", "all"] = key(
         "prompt", "prompt: tokens of the first prompt may be evicted; all: later turns and generated tokens too"
     )
-    shortcut: bool = key(False, "add a linear map of each token beside the attention block")
+    shortcut: bool = key(False, "kind=attention: add a linear map of each token beside the attention block")
     estimator: Literal["ste", "soft"] = key(
         "ste",
         "ste: hard flags, with the slope of the sigmoid in the backward pass; soft: noisy sigmoids in training, hard "

@@ -103,12 +103,18 @@ def _check_steps(config: Config) -> None:
     if warm > limit:
         reason = "the main objective never starts; raise trainer.max_steps"
         refuse(config, "warmup.regress_steps trainer.max_steps", reason)
+    if config.warmup.rounds and warm == limit:
+        reason = "costs are measured after the regression, and no step is left; raise trainer.max_steps"
+        refuse(config, "warmup.rounds warmup.regress_steps trainer.max_steps", reason)
     if isinstance(config.loss, MeanGateConfig) and config.train != "lora" and config.loss.anneal_steps + warm > limit:
         reason = "the mean gate never gets to loss.beta; lower loss.anneal_steps, or raise trainer.max_steps"
         refuse(config, "loss.anneal_steps warmup.regress_steps trainer.max_steps", reason)
     if config.optim.warmup_steps > limit:
         reason = "the learning rate never reaches its peak; lower optim.warmup_steps"
         refuse(config, "optim.warmup_steps trainer.max_steps", reason)
+    if warm < limit < warm + config.optim.warmup_steps:  # regression alone needs no later rate
+        reason = "the learning rate never reaches its peak; lower optim.warmup_steps, or raise trainer.max_steps"
+        refuse(config, "optim.warmup_steps warmup.regress_steps trainer.max_steps", reason)
 
 
 def _check_regression(config: Config) -> None:

@@ -141,7 +141,7 @@ class TrainerConfig:
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = key(
         "32-true", "precision of the computation; trainable weights stay float32"
     )
-    max_epochs: int = key(1, "passes over the training data", ge=1)
+    max_epochs: int = key(1, "passes over the training data; not used with max_steps", ge=1)
     max_steps: int = key(-1, "optimiser steps; -1 means until max_epochs", ge=-1)
     accumulate: int = key(1, "batches per optimiser step", ge=1)
     clip: float = key(1.0, "largest gradient norm; 0 means no clipping", ge=0)

@@ -14,6 +14,8 @@ REPLAY = "loss.objective=kl loss.share_high=0.7 loss.replay=true"
 CLASHES = f"""
 loss.objective=kl; train=lora -> loss.objective=lm
 warmup.regress_steps=11 trainer.max_steps=10
+trainer.max_steps=10; optim.warmup_steps=8 warmup.regress_steps=3 -> trainer.max_steps=10
+train=gates {REPLAY} warmup.target=reread gate.kind=mlp; warmup.rounds=1 warmup.regress_steps=9 trainer.max_steps=9
 trainer.max_steps=10; loss.anneal_steps=8 warmup.regress_steps=3 -> trainer.max_steps=10
 loss.share_high=0.05 -> loss.share_low=0.1
 data.kind=sft -> data.name=facts data.root=FOLDER
@@ -31,6 +33,8 @@ NEIGHBOURS = f"""
 {PACKED} gate.scope=prompt data.cross_documents=false train=lora
 {TEXT} data.max_length=576
 warmup.regress_steps=10 optim.warmup_steps=10 trainer.max_steps=10
+warmup.regress_steps=3 optim.warmup_steps=7 trainer.max_steps=10
+train=gates {REPLAY} warmup.target=reread gate.kind=mlp warmup.rounds=1 warmup.regress_steps=8 trainer.max_steps=9
 loss.anneal_steps=7 warmup.regress_steps=3 trainer.max_steps=10
 train=lora loss.anneal_steps=11 trainer.max_steps=10
 data.kind=worked data.name=sorting data.solution_min=400 data.solution_max=400

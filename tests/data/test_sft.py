@@ -142,6 +142,14 @@ def test_tasks_without_a_text_before_the_question_are_refused(make_config):
     ag.data.check(make_config(kind="sft", name="rte", question="after").data)
 
 
+@pytest.mark.parametrize("key", [{"revision": "abc"}, {"prompt_max": 64}, {"prompt_field": "question"}])
+def test_a_task_of_the_table_refuses_the_keys_of_own_rows(make_config, boolq, key):
+    [(name, value)] = key.items()
+    with refuses(DataError, f"data.{name}={value}", "data.name=piqa", "leave it out"):
+        ag.data.check(make_config(kind="sft", name="piqa", **key).data)
+    ag.data.check(make_config(kind="sft", name="own", root=f"{boolq}/boolq", **key).data)
+
+
 def test_response_that_does_not_fit_is_named(make_config, tmp_path, write, tokenizer):
     good = {"goal": "g", "sol1": "a", "sol2": "b", "label": 0}
     write(tmp_path, "train", [good, good | {"sol1": "the quick brown fox jumps " * 9}])

@@ -59,6 +59,15 @@ def test_blank_lines_and_a_byte_order_mark_are_skipped(tmp_path, ending):
         assert read(tmp_path) == rows
 
 
+def test_texts_of_other_splits_are_not_trained_on_and_all_others_are(tmp_path):
+    """A name that only begins like that of a split is no other split's."""
+    other = {"validation": ["validation-1", "validation-2"], "test": ["test"]}
+    for name in ("alpha", "testament", "validation_of_parking", *other["validation"], *other["test"]):
+        (tmp_path / f"{name}.txt").write_text(name)
+    for split, names in {"train": ["alpha", "testament", "validation_of_parking"], **other}.items():
+        assert [row["text"] for row in read(tmp_path, split)] == names
+
+
 @pytest.mark.parametrize(
     ("name", "content", "parts"),
     [
