@@ -245,8 +245,8 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         self.packed: dict[str, PackedRequest] = {}
         self._stacked: tuple[tuple[str, ...], Tensor, Tensor] | None = None
 
-    def follow(self, runner: Any) -> None:
-        """Read requests from this model runner."""
+    def set_runner(self, runner: Any) -> None:
+        """Remember the model runner whose list of requests :meth:`build` reads."""
         self.runner = weakref.ref(runner)
 
     def forget(self, finished: set[str]) -> None:

@@ -57,7 +57,7 @@ def register() -> None:
 
 
 def activate(is_active: bool) -> None:
-    """Let vLLM find our backend, or its own again. Engines that were made before keep theirs."""
+    """Register our attention backend with vLLM, or unregister it. Engines that were made before keep theirs."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
@@ -66,7 +66,7 @@ def activate(is_active: bool) -> None:
         member = AttentionBackendEnum[name]
         if is_active:
             register_backend(member, path)
-        else:
+        elif member.is_overridden() and member.get_path() == path:  # another package may have registered its own
             member.clear_override()
     os.environ.pop(ACTIVE, None)
     if is_active:
@@ -75,7 +75,7 @@ def activate(is_active: bool) -> None:
 
 
 def install() -> None:
-    """Change what engines without settings do not notice."""
+    """Patch vLLM's functions. Engines without ag's settings behave as before."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -103,7 +103,7 @@ def install() -> None:
         builders = [x for groups in self.attn_groups for group in groups for x in group.metadata_builders]
         self.ag_builders = [x for x in builders if isinstance(x, EvictionBuilder)]
         for builder in self.ag_builders:
-            builder.follow(self)
+            builder.set_runner(self)
         return result
 
     @functools.wraps(update)
@@ -140,6 +140,8 @@ def prepare(arguments: Any, policy: Policy) -> None:
         raise UserError(f"vLLM {__version__}: expected {VLLM}.*, whose functions ag uses; pip install 'ag[vllm]'.")
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
         raise UserError("VLLM_USE_V2_MODEL_RUNNER=1: expected vLLM's first model runner; unset the variable.")
+    # The default on a GPU is the second runner. vLLM reads the variable in each process of the engine, and again while
+    # the engine runs, so that it stays set: later engines of this process have the first runner too.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     refuse(
         {

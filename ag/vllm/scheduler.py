@@ -58,8 +58,11 @@ class EvictionManager(FullAttentionManager):
         found: Placement | None = place(self.kv_cache_spec.geometry, request.num_prompt_tokens, protected)
         return found
 
-    def places(self, request_id: str, tokens: int) -> int:
-        """Return the tokens for which vLLM's own arithmetic gives the length of this request's block table."""
+    def table_length_in_tokens(self, request_id: str, tokens: int) -> int:
+        """Return the number of tokens that gives this request's real block table for ``tokens`` tokens of its text.
+
+        vLLM sizes a block table from a number of tokens, which after an eviction is not that of the text.
+        """
         placement = self.placement(self.requests[request_id])
         return tokens if placement is None else placement.places(tokens, self.block_size) * self.block_size
 
@@ -78,12 +81,12 @@ class EvictionManager(FullAttentionManager):
         """Return the blocks that a request still needs; to be admitted it needs those of the pass after its prompt."""
         if apply_admission_cap:
             num_tokens = max(num_tokens, self.requests[request_id].num_prompt_tokens + 1)
-        tokens = self.places(request_id, num_tokens)
+        tokens = self.table_length_in_tokens(request_id, num_tokens)
         return int(super().get_num_blocks_to_allocate(request_id, tokens, *args, **kwargs))
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
         """Allocate blocks up to a number of tokens."""
-        tokens = self.places(request_id, num_tokens)
+        tokens = self.table_length_in_tokens(request_id, num_tokens)
         new_blocks: list[Any] = super().allocate_new_blocks(request_id, tokens, num_tokens_main_model)
         return new_blocks
 

@@ -6,11 +6,13 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ag.config.choice import Choice
-from ag.config.spec import PolicySpec
+from ag.config.spec import PolicySpec, parse_budget
 from ag.engine.policy import Policy, policy
 from ag.errors import UserError, check_known
 from ag.gates.gate import TokenGate
@@ -32,11 +34,16 @@ class Settings:
         policy: text of the policy, with the export of the gates if it reads any.
         budget: tokens per KV head (int), or share of each prompt (float).
         options: options of the policy by name, as JSON.
+        is_share: whether the budget is a share: 1 (one token) and 1.0 (all tokens) are equal to Python and its caches.
     """
 
     policy: str
     budget: int | float
     options: str = "{}"
+    is_share: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_share", isinstance(parse_budget(self.budget), float))
 
     @classmethod
     def parse(cls, additional_config: object, environment: Mapping[str, str]) -> Settings | None:
@@ -45,7 +52,7 @@ class Settings:
         Args:
             additional_config: a mapping, whose key ``ag`` has ``gates`` or ``policy``, ``budget``, and options of the
                 policy by name, or ``choice``, a file of ``ag.choose``.
-            environment: has AG_GATES and AG_BUDGET if the variables ask for eviction.
+            environment: has AG_GATES, which is not empty, and AG_BUDGET if the variables ask for eviction.
 
         Returns:
             None if nothing asks for eviction.
@@ -54,10 +61,12 @@ class Settings:
             UserError: a key or a value is not known, or vLLM cannot run the policy.
         """
         settings_given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-        if settings_given is None and GATES_VARIABLE in environment:
+        if settings_given is None and environment.get(GATES_VARIABLE):
             settings_given = {"gates": environment[GATES_VARIABLE]}
             if BUDGET_VARIABLE in environment:
-                settings_given["budget"] = _number(environment[BUDGET_VARIABLE])
+                settings_given["budget"] = environment[BUDGET_VARIABLE]
+                with suppress(ValueError):  # a text that is no number stays, for the message
+                    settings_given["budget"] = json.loads(environment[BUDGET_VARIABLE])
         if settings_given is None:
             return None
         if isinstance(settings_given, Mapping) and "choice" in settings_given:
@@ -71,9 +80,15 @@ class Settings:
                 f"additional_config {KEY}={settings_given!r:.80}: expected gates (or policy) and a budget, such as "
                 '{"gates": "smollm2", "budget": 0.3}.'
             )
+        for name in ("gates", "policy", "schedule"):
+            if not isinstance(value := settings_given.get(name, ""), str):
+                raise UserError(f"additional_config {KEY}: {name}={value!r:.80}: expected a text.")
         options = {name: value for name, value in settings_given.items() if name not in ("gates", "policy", "budget")}
-        spec = PolicySpec.parse(str(settings_given.get("policy", "gates")))
-        spec = spec.with_gates(settings_given.get("gates"), '"gates": "EXPORT"')
+        spec, gates = PolicySpec.parse(settings_given.get("policy", "gates")), settings_given.get("gates")
+        if gates and (not spec.reads_gates or Path(gates) != Path(spec.path or gates)):
+            reads = f"names {spec.path}" if spec.path else "reads no gates"
+            raise UserError(f"additional_config {KEY}: gates={gates} and policy={spec}, which {reads}: leave one out.")
+        spec = spec.with_gates(gates or None, '"gates": "EXPORT"')
         return _checked(cls(str(spec), settings_given["budget"], json.dumps(options, sort_keys=True)))
 
     @classmethod
@@ -82,6 +97,11 @@ class Settings:
         if len(settings_given) > 1:
             raise UserError(f"additional_config {KEY}={settings_given!r:.80}: expected nothing beside choice.")
         chosen = Choice.read(str(settings_given["choice"]))
+        if chosen.gates is not None:
+            raise UserError(
+                f"choice={settings_given['choice']}: measured with the LoRA adapter of {chosen.gates}: expected a "
+                "choice without an adapter; merge it into the model and choose again, or serve it by ag.serve."
+            )
         options = chosen.options | ({} if chosen.schedule == "prefill" else {"schedule": chosen.schedule})
         return cls(chosen.policy, chosen.budget, json.dumps(options, sort_keys=True))
 
@@ -171,16 +191,7 @@ def protected_tokens(params: Any, prompt: int) -> int:
         UserError: the value is not a number of tokens.
     """
     value = (getattr(params, "extra_args", None) or {}).get(PROTECT, 0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not is_whole or value < 0:
         raise UserError(f"{PROTECT}={value!r:.80}: expected a number of first tokens of the prompt, 0 or more.")
     return min(int(value), prompt)
-
-
-def _number(text: str) -> int | float | str:
-    """Return a number of a text as it is written; a text that is none stays, for the message of its reader."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

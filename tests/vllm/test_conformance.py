@@ -15,6 +15,8 @@ USED = {
     "vllm.platforms.cpu:CpuPlatform.get_attn_backend_cls": "selected_backend attn_selector_config num_heads",
     "vllm.v1.attention.backends.registry:register_backend": "backend class_path is_mamba",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.clear_override": "self",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.is_overridden": "self",
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum.get_path": "self include_classname",
     "vllm.v1.attention.selector:_cached_get_attn_backend": "backend attn_selector_config num_heads _run_kv_cache_dtype",
     "vllm.v1.attention.backends.registry:AttentionBackendEnum.get_class": "self",
     "vllm.v1.kv_cache_spec_registry:KVCacheSpecRegistry._ensure_registered": "vllm_config",

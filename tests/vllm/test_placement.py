@@ -67,6 +67,9 @@ def test_uniform_rows_lose_less_and_layers_without_gates_keep_all():
 def test_what_stays_whole():
     assert place(geometry(), 33) is None  # no block would be free
     assert place(geometry(Settings("gates:smollm2", 1000)), 600) is None
+    assert (
+        place(geometry(Settings("knorm", 1.0)), 600) is None and place(geometry(Settings("knorm", 1)), 600) is not None
+    )
     assert place(geometry(), 600, 590) is None
     assert kept_tokens(geometry(), 600, 400, 600) == 400 + 45  # recents are a quarter of the budget
     assert kept_tokens(geometry(), 600, 600, 600) == 600

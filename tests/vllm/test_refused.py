@@ -98,6 +98,22 @@ def test_gate_that_did_not_run(smollm2):
         reading.check(1)
 
 
+def test_backend_that_another_package_registered(smollm2):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    custom = AttentionBackendEnum.CUSTOM
+    register_backend(custom, "other.Backend")
+    try:
+        config(smollm2, ag=None)
+        assert custom.get_path() == "other.Backend"
+        config(smollm2)
+        assert custom.get_path() == "ag.vllm.cuda.FlashEvictionBackend"
+        config(smollm2, ag=None)
+        assert not custom.is_overridden()
+    finally:
+        custom.clear_override()
+
+
 def test_settings_from_the_environment(smollm2, monkeypatch):
     monkeypatch.setenv("AG_GATES", "smollm2")
     monkeypatch.setenv("AG_BUDGET", "200")

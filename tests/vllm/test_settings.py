@@ -1,5 +1,6 @@
 """What a user asks of vLLM, read and refused without vLLM."""
 
+import math
 import pickle
 from types import SimpleNamespace
 
@@ -25,7 +26,9 @@ NAMED = {"gates": "smollm2", "budget": 0.3}
         (None, {"AG_GATES": "smollm2", "AG_BUDGET": "0.3"}, Settings("gates:smollm2", 0.3)),
         (None, {"AG_GATES": "smollm2", "AG_BUDGET": "128"}, Settings("gates:smollm2", 128)),
         (NAMED, {"AG_GATES": "other", "AG_BUDGET": "7"}, Settings("gates:smollm2", 0.3)),
+        (NAMED | {"policy": "gates:smollm2@uniform"}, {}, Settings("gates:smollm2@uniform", 0.3)),
         (None, {"AG_BUDGET": "128"}, None),
+        (None, {"AG_GATES": "", "AG_BUDGET": "0.3"}, None),
     ],
 )
 def test_settings(given, environment, expected):
@@ -37,6 +40,13 @@ def test_settings(given, environment, expected):
         assert there.made_policy.budget == expected.budget and there.made_policy is made.made_policy
 
 
+def test_one_token_is_not_all_tokens():
+    """Python's caches take 1 for 1.0 unless the settings differ."""
+    every, one = (Settings.parse({"ag": {"policy": "knorm", "budget": budget}}, {}) for budget in (1.0, 1))
+    assert every != one and len({every, one}) == 2
+    assert [str(settings.made_policy.budget) for settings in (every, one)] == ["1.0", "1"]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -45,6 +55,14 @@ def test_settings(given, environment, expected):
         ("gates", ["ag='gates'"]),
         ({"gates": "smollm2", "budget": 0.0}, ["budget=0.0"]),
         ({"gates": "smollm2", "budget": "many"}, ["budget='many'"]),
+        ({"gates": "smollm2", "budget": None}, ["budget=None"]),
+        ({"gates": "smollm2", "budget": [0.3]}, ["budget=[0.3]"]),
+        ({"gates": "", "budget": 0.3}, ["gates:EXPORT"]),
+        ({"gates": 5, "budget": 0.3}, ["gates=5"]),
+        ({"policy": 5, "budget": 0.3}, ["policy=5"]),
+        ({"policy": "knorm", "budget": 0.3, "schedule": None}, ["schedule=None"]),
+        ({"policy": "knorm", "gates": "smollm2", "budget": 0.3}, ["gates=smollm2", "policy=knorm"]),
+        ({"policy": "gates:smollm2", "gates": "other", "budget": 0.3}, ["gates=other", "policy=gates:smollm2"]),
         ({"gates": "smollm2", "budget": 0.3, "sink": 2}, ["sink", "sinks"]),
         ({"policy": "gates", "budget": 0.3}, ["gates"]),
         ({"policy": "flags:smollm2", "budget": 0.3}, ["flags:smollm2", "gates:EXPORT"]),
@@ -61,6 +79,12 @@ def test_settings(given, environment, expected):
 def test_refused(given, words):
     with refuses(UserError, *words):
         Settings.parse({"ag": given}, {})
+
+
+@pytest.mark.parametrize("text", ["many", "", "null", "[1]", "NaN"])
+def test_budget_of_the_environment_that_is_no_number(text):
+    with refuses(UserError, "budget"):
+        Settings.parse({}, {"AG_GATES": "smollm2", "AG_BUDGET": text})
 
 
 @pytest.mark.parametrize(
@@ -102,12 +126,15 @@ def test_gates_that_vllm_runs(tmp_path, tiny_llama, kind):
     assert made.made_policy.gates.layers["0"](hidden).shape == (1, 2, 5)
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, 0), ({}, 0), ({"ag_protect": 7}, 7), ({"ag_protect": 99}, 40)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, 0), ({}, 0), ({"ag_protect": 7}, 7), ({"ag_protect": 7.0}, 7), ({"ag_protect": 10**400}, 40)],
+)
 def test_protected_tokens(given, expected):
     assert protected_tokens(SimpleNamespace(extra_args=given), 40) == expected
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "7", True, None])
+@pytest.mark.parametrize("value", [-1, 1.5, "7", True, None, math.inf, -math.inf, math.nan])
 def test_protected_tokens_that_are_no_number(value):
     with refuses(UserError, "ag_protect"):
         protected_tokens(SimpleNamespace(extra_args={"ag_protect": value}), 40)
