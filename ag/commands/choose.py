@@ -92,12 +92,9 @@ class ChooseConfig(SharedModel, LoadingConfig):
     def comparison(self) -> CompareConfig:
         """Return the comparison whose cells are the policies at their shares, and a full cache."""
         task = self.task or OWN
-        copied = {part.name: getattr(self, part.name) for part in fields(LoadingConfig)}
+        inherited = {part.name: getattr(self, part.name) for part in (*fields(SharedModel), *fields(LoadingConfig))}
         return CompareConfig(
-            **copied,
-            plugins=self.plugins,
-            device=self.device,
-            model=self.model,
+            **inherited,
             adapter=self.adapter,
             policies=[FULL, *self.policies],
             budgets=self.shares,

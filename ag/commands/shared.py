@@ -78,9 +78,11 @@ class SharedPolicy(Shared, DtypeConfig):
         super().__post_init__()
         if self.choice is None:
             return
-        for name, value in {"policy": self.policy, "gates": self.gates, "budget": self.budget}.items():
+        schedule = None if self.schedule == "prefill" else self.schedule
+        given = {"policy": self.policy, "gates": self.gates, "budget": self.budget, "schedule": schedule}
+        for name, value in given.items():
             if value is not None:
-                raise UserError(f"choice={self.choice} and {name}={value} both choose a policy: leave one out.")
+                raise UserError(f"choice={self.choice} and {name}={value} both say how to evict: leave one out.")
         chosen, self.choice = Choice.read(self.choice), None  # a dumped configuration can be read again
         self.policy, self.gates, self.budget, self.schedule = (
             chosen.policy,

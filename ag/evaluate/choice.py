@@ -67,8 +67,8 @@ def growth(cost: float, moments: Moments, loss: Vector, clip: float) -> Vector:
         loss: tested means ``[n]``, below ``clip``.
         clip: largest cost.
     """
-    # The log of the capital grows by log(1 + bet * x) with x = loss - cost, about bet * x - (bet * x)^2 / 2. Summed over
-    # the rows this is largest at bet = first / second: the sum of x by the sum of x^2.
+    # A row adds log(1 + bet * x) to the log of the capital, with x = loss - cost: about bet * x - (bet * x)^2 / 2.
+    # Summed over the rows this is largest at bet = first / second, the sum of x by the sum of x^2.
     first = moments.count * loss - moments.total + IMAGINED * (loss - clip)
     second = moments.count * loss**2 - 2 * loss * moments.total + moments.squares + IMAGINED * (loss - clip) ** 2
     bet = np.minimum(np.maximum(first / second, 0.0), CAP / (clip - loss))

@@ -109,11 +109,12 @@ def test_the_cheaper_policy_at_its_smallest_share_is_written(words, tiny_folder,
 
 
 def test_nothing_holds(words, by_share, tmp_path, capsys):
-    assert main(words(shares=[0.25], loss=0.2)) == 1
+    file = tmp_path / "new" / "folder" / "choice.json"
+    assert main(words(shares=[0.25], loss=0.2, output=str(file))) == 1
     assert "nothing holds" in capsys.readouterr().out
-    assert json.loads((tmp_path / "choice.json").read_text())["choice"] is None
+    assert json.loads(file.read_text())["choice"] is None
     with refuses(UserError, "choice.json", "policy=full"):
-        Choice.read(str(tmp_path / "choice.json"))
+        Choice.read(str(file))
 
 
 def test_lost_score_is_a_cost(config):
@@ -141,6 +142,13 @@ def test_rows_that_cannot_show_it_are_refused_before_the_first_is_read(words, ca
     names(capsys.readouterr().err, "21 rows", "loss=0.02", "clip=0.5", "at least 60")
     assert main(words(loss=0.5)) == 2
     names(capsys.readouterr().err, "loss=0.5", "clip=0.5")
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_first_row_is_read(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Own, "run", lambda *_: pytest.fail("a row was read"))
+    (tmp_path / "file").touch()
+    assert main(words(loss=0.35, output=str(tmp_path / "file" / "choice.json"))) == 2
+    names(capsys.readouterr().err, "output", "file/choice.json")
 
 
 @pytest.mark.parametrize(
@@ -184,7 +192,7 @@ def test_commands_take_the_file(command, chosen):
     assert (config.model, config.policy, config.budget, config.schedule) == ("smollm2", "snapkv", 0.3, "every")
     assert config.options == {"window": 16} and str(config.spec()) == "snapkv"
     assert command(choice=file, model="other").model == "other"
-    for name, value in (("policy", "h2o"), ("budget", 0.5), ("gates", "smollm2")):
+    for name, value in (("policy", "h2o"), ("budget", 0.5), ("gates", "smollm2"), ("schedule", "steps:8")):
         with refuses(UserError, f"choice={file}", f"{name}={value}"):
             command(choice=file, **{name: value})
 
@@ -194,7 +202,8 @@ def test_vllm_takes_the_file(chosen):
     assert Settings.parse({"ag": {"choice": file}}, {}) == Settings("gates:smollm2", 0.3)
     with refuses(UserError, "ag", "choice"):
         Settings.parse({"ag": {"choice": file, "budget": 0.5}}, {})
-    for changes, named in (({}, "snapkv"), ({"policy": "h2o", "options": {}}, "h2o")):
+    adapter = {"policy": "knorm", "options": {}, "gates": "EXPORT"}
+    for changes, named in (({}, "snapkv"), ({"policy": "h2o", "options": {}}, "h2o"), (adapter, "EXPORT")):
         with refuses(UserError, named):
             Settings.parse({"ag": {"choice": chosen(**changes)}}, {})
 
