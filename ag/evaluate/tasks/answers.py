@@ -13,7 +13,10 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-POINTS = 3  # random values of each variable
+#: Ranges of the random values of a variable: at these points two expressions must have equal values,
+POINTS = [(1, 2)] * 3
+#: and at these if both have one, with real roots and logarithms: many problems are about positive numbers.
+FURTHER_POINTS = [(-10, 10)] * 4 + [(-100, 100)] * 4
 is_close = partial(cmath.isclose, rel_tol=1e-9, abs_tol=1e-12)
 FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     **{name: getattr(cmath, name) for name in ("sin", "cos", "tan", "exp", "log")},
@@ -31,14 +34,19 @@ REWRITTEN = [
     (re.compile(pattern), new)
     for pattern, new in (
         (r"(?<=\d)(,\\[!,]\s*|\{,\})(?=\d)", ","),  # between thousands
+        # spaces between thousands, not those of mixed numbers
+        (r"(?<![\d.])\d{1,3}((?:\\[!,;:\s]|~|\s)+\d{3})+(?!\d|\s*/)", lambda number: re.sub(r"\D", "", number[0])),
         (r"\\(left|right|displaystyle|[bB]igg?[lr]?|q?quad)(?![a-zA-Z])|(?<!\\)\\[!,;:\s]|~", " "),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(mbox|mathrm|textbf|textrm)(?![a-zA-Z])", r"\\text"),
+        (r"\\(mathbf|mathit|mathsf|boldsymbol|bm|bf|underline)(?![a-zA-Z])", ""),
+        (r"^\s*\{([^{}]*)\}\s*$|^\s*\\text\s*\{([^{}]*\d[^{}]*)\}\s*$", r"\1\2"),
+        (r"^\s*=", ""),
         (r"\\([lg])e(?![a-zA-Z])", r"\\\1eq"),
         (r"\\(cdot|times)(?![a-zA-Z])|[×·]", "*"),
         (r"\\div(?![a-zA-Z])|÷", "/"),
         (r"[−–]", "-"),
-        (r"\^\s*\{?\s*\\circ\s*\}?|°|\\?\$", " "),
+        (r"\^\s*\{?\s*\\circ\s*\}?|°|\\?\$|[€£¥]", " "),
         (r"\\%", "%"),
         (r"\\text\s*\{\s*(and|or)\s*\}|(?<![a-zA-Z])(and|or)(?![a-zA-Z])", ","),
         (rf"(?<![\\a-zA-Z])(pi|infty|sqrt|{'|'.join(FUNCTIONS)})(?![a-zA-Z])", r"\\\1"),
@@ -48,7 +56,11 @@ REWRITTEN = [
     )
 ]
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?")
-UNIT = re.compile(r"(?<![\\a-zA-Z])([a-zA-Z]{3,}|cm|mm|km|kg|ft|mi|hr|lb|oz|am|pm)(?![a-zA-Z])(\s*\^\s*\{?\d\}?)?")
+#: Words and units. Letters of a to d, and letters without a vowel, are products of variables.
+UNIT = re.compile(
+    r"(?<![\\a-zA-Z])((?!([a-d]+|[b-df-hj-np-tv-z]+)(?![a-zA-Z]))[a-zA-Z]{3,}"
+    r"|cm|mm|km|kg|ft|mi|hrs?|lbs?|oz|am|pm|[mk]ph|yds|pts)(?![a-zA-Z])(\s*\^\s*\{?\d\}?)?"
+)
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 NAMED = re.compile(r"[a-zA-Z](?:\([a-z]\))?\s*(?:=|\\in(?![a-zA-Z]))(.*)", re.DOTALL)  # "x = 5"
 MATRIX = re.compile(r"\\begin\{[pbv]matrix\}(.*?)(?:\\\\)?\s*\\end\{[pbv]matrix\}", re.DOTALL)
@@ -69,7 +81,7 @@ def final_answer(text: str) -> str:
 def is_equal(answer: str, reference: str) -> bool:
     r"""Return whether an answer has the value of a right answer.
 
-    Units, dollar signs, degrees and the base of a number (``52_8``) do not count, because problems name them. A
+    Units, currencies, degrees and the base of a number (``52_8``) do not count, because problems name them. A
     percentage equals its number and its share. The order of items counts in tuples, intervals and matrices, and not in
     sets and lists.
     """
@@ -152,23 +164,33 @@ def _same_value(first: str, second: str) -> bool:
         return words[0] == words[1]
     if ("=" in first) != ("=" in second):
         return False
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if "=" in first:  # one equation may be a multiple of the other
-        multiple = all(is_close(a * right[0], b * left[0]) for a, b in zip(left, right, strict=True))
-        return multiple and any(left) == any(right)
-    return all(map(is_close, left, right))
+        a0, b0 = pairs[0]
+        return all(is_close(a * b0, b * a0) for a, b in pairs) and any(a for a, _ in pairs) == any(b for _, b in pairs)
+    return all(is_close(a, b) for a, b in pairs)
 
 
-def _values(text: str) -> list[complex]:
-    """Return the value of an expression, or the difference of an equation's sides, at :data:`POINTS` points.
+def _values(text: str) -> list[complex | None]:
+    """Return the value of an expression, or the difference of an equation's sides, at each point.
+
+    None: it has no value there, which may be so at :data:`FURTHER_POINTS`.
 
     Raises:
         ValueError: the text is neither.
         ArithmeticError: it has no value.
     """
     left, *right = (text.replace(",", "") if THOUSANDS.fullmatch(text) else text).split("=", 1)
-    return [
-        Expression(left, point).value() - sum(Expression(x, point).value() for x in right) for point in range(POINTS)
-    ]
+    values: list[complex | None] = []
+    for point in range(len(POINTS) + len(FURTHER_POINTS)):
+        try:
+            value = Expression(left, point).value() - sum(Expression(x, point).value() for x in right)
+        except (ValueError, ArithmeticError):
+            if point < len(POINTS):
+                raise
+            value = math.nan
+        values.append(value if point < len(POINTS) or cmath.isfinite(value) else None)
+    return values
 
 
 class Expression:
@@ -182,6 +204,7 @@ class Expression:
     def __init__(self, text: str, point: int) -> None:
         self.tokens: list[str] = TOKEN.findall(text)
         self.point = point
+        self.taken = ""  # the token before ``tokens``
 
     def value(self) -> complex:
         """Return the value of the complete text."""
@@ -196,7 +219,14 @@ class Expression:
     def _take(self) -> str:
         if not self.tokens:
             raise ValueError("the expression ends too early")
-        return self.tokens.pop(0)
+        self.taken = self.tokens.pop(0)
+        return self.taken
+
+    def _real(self, value: complex, *arguments: complex) -> complex:
+        """Return a value of real arguments, which must be real at :data:`FURTHER_POINTS`."""
+        if self.point >= len(POINTS) and value.imag and not any(argument.imag for argument in arguments):
+            raise ArithmeticError(value)
+        return value
 
     def _sum(self) -> complex:
         value = self._product()
@@ -209,6 +239,8 @@ class Expression:
         while self.tokens and not self._next_is("+", "-", ")", "]", "}", "|"):
             if self._next_is("*", "/"):
                 value = value / self._signed() if self._take() == "/" else value * self._signed()
+            elif self.taken[-1].isdigit() and self.tokens[0][0].isdigit():
+                raise ValueError(f"{self.taken} {self.tokens[0]}")
             else:
                 value *= self._power()
         return value
@@ -225,7 +257,8 @@ class Expression:
             value = math.gamma(value.real + 1)
         if self._next_is("^"):
             self._take()
-            value = complex(value) ** (self._signed() if self._next_is("-") else self._atom())
+            exponent = self._signed() if self._next_is("-") else self._atom()
+            value = self._real(complex(value) ** exponent, value, exponent)
         return value
 
     def _argument(self) -> complex:
@@ -247,16 +280,17 @@ class Expression:
             return self._argument() / self._argument()
         if token == "\\sqrt":
             degree = self._atom() if self._next_is("[") else 2
-            return self._argument() ** (1 / degree)
+            argument = self._argument()
+            return self._real(argument ** (1 / degree), argument)
         if token[1:] in FUNCTIONS:
             in_brackets, value = self._next_is(*CLOSING), self._power()
             while self.tokens and not in_brackets and (self.tokens[0].isalnum() or self.tokens[0] in CONSTANTS):
                 value *= self._power()  # 2x of "sin 2x"
-            return FUNCTIONS[token[1:]](value)
+            return self._real(FUNCTIONS[token[1:]](value), value)
         if token in CONSTANTS:
             return CONSTANTS[token]
         if token.isalpha() or token[1:] in GREEK:
             if self._next_is("_"):
                 token += self._take() + str(self._atom())
-            return random.Random(f"{token} {self.point}").uniform(1, 2)
+            return random.Random(f"{token} {self.point}").uniform(*[*POINTS, *FURTHER_POINTS][self.point])
         raise ValueError(token)

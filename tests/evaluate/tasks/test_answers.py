@@ -123,10 +123,41 @@ def test_made_answers_under_a_public_grader():
         ("5000%", "50%", False),
         ("0.5", r"50\%", True),
         ("", "", False),
+        (r"70\,000", "70000", True),
+        (r"1\ 250\ 000.5", "1250000.5", True),
+        ("70\u2009000", "70000", True),
+        ("-5 000", "-5000", True),
+        ("1 000, 2 000", "2000, 1000", True),
+        ("5 000", "0", False),
+        ("1 050", "50", False),
+        ("3 050", "150", False),
+        ("2 3", "6", False),
+        ("1 125/1000", "1.125", True),
+        (r"\text{18 dollars}", "18", True),
+        (r"\text{18 dollars}", "19", False),
+        (r"18\text{ per 2 days}", "18", True),
+        (r"\mathbf{1,018}", "1018", True),
+        (r"\underline{18} + 2", "20", True),
+        (r"{\bf 18}", "18", True),
+        ("€18", "18", True),
+        ("£1,018", "1018", True),
+        ("= 18", "18", True),
+        ("|x|", "x", False),
+        ("|x-5|", "5-x", False),
+        ("|a-b|", "b-a", False),
+        (r"\sqrt{(x-5)^2}", "|5-x|", True),
+        (r"\sqrt{x^3}\sqrt{x}", "x^2", True),  # where the roots are real
+        (r"\ln x^2", r"2\ln x", True),
+        (r"\frac{e^{9x^2}}{e^{x^2}}", "e^{8x^2}", True),  # too large for a float at some values
+        ("6xyz", "6", False),
+        ("abc", "cba", True),
+        ("3abcd", "3bcd", False),
+        ("18 mph", "18", True),
     ],
 )
 def test_answers_that_are_hard_to_read(answer, reference, equal):
     assert is_equal(answer, reference) == equal
+    assert is_equal(reference, answer) == equal
 
 
 @pytest.mark.parametrize(
