@@ -6,7 +6,7 @@ For example::
 
 MODEL is a hub id, a folder or an alias. DATA is a folder with ``gsm8k/train.jsonl``; without it the problems come from
 the hub. The model decodes the likeliest tokens with its full cache, from the prompts of the task ``gsm8k``.
-``own/solutions.jsonl`` has the solutions, and a call with the same folder goes on after the last one.
+``own/solutions.jsonl`` has the solutions, and a call with the same MODEL and folder goes on after the last one.
 
 The rows of ``own/train.jsonl`` are for ``recipe=reason``. A row's ``prompt`` is a problem and its solution up to
 a random token, and ``response`` is what the model wrote next, 96 tokens. Training reads the prompt once, evicts it to
@@ -43,14 +43,21 @@ FIRST_CUT = 32  # tokens of a solution before the first possible cut
 
 @torch.inference_mode()
 def write_solutions(model_name: str, file: Path, root: str | None, samples: int) -> PreTrainedTokenizerBase:
-    """Append solutions to a file until it has those of the first ``samples`` problems; return the tokenizer."""
+    """Append solutions to a file until it has those of the first ``samples`` problems; return the tokenizer.
+
+    Raises:
+        SystemExit: when the file has solutions of another model.
+    """
+    written = read(file) if file.exists() else []
+    for row in written:
+        if row.get("model", model_name) != model_name:
+            raise SystemExit(f"{file}: has solutions of {row['model']}, not of {model_name}: give another folder.")
     model, tokenizer = load_base(ModelConfig(name=model_name, dtype="bfloat16"))
     hub, subset, field = DATASETS["gsm8k"]
     rows = Source(hub, subset, None, local_folder(root, "gsm8k") if root else None).read("train")
     prompts = [prompted(tokenizer, INSTRUCTION, row[field]) for row in islice(rows, samples)]
     stop = end_tokens(model, tokenizer.eos_token_id)
-    written = len(read(file)) if file.exists() else 0
-    for start in range(written, len(prompts), BATCH):
+    for start in range(len(written), len(prompts), BATCH):
         begin, texts = time.perf_counter(), prompts[start : start + BATCH]
         tokens = [start_tokens(tokenizer) + ids for ids in tokenize(tokenizer, texts)]
         [(cache, last_hidden)] = read_prompt(model, [policy("full")], *padded(tokens, torch.device("cpu")))
@@ -58,14 +65,17 @@ def write_solutions(model_name: str, file: Path, root: str | None, samples: int)
         solutions = {x.text_index: x.tokens for x in continue_batch(model, cache, last_hidden, limits, stop)}
         with file.open("a") as output:
             for index, prompt in enumerate(texts):
-                output.write(json.dumps({"prompt": prompt, "solution": tokenizer.decode(solutions[index])}) + "\n")
+                row = {"model": model_name, "prompt": prompt, "solution": tokenizer.decode(solutions[index])}
+                output.write(json.dumps(row) + "\n")
         speed = sum(map(len, solutions.values())) / (time.perf_counter() - begin)
         print(f"{start + len(texts)} problems, {speed:.0f} tokens/s", flush=True)
     return tokenizer
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines."""
+    """Return the rows of a file of JSON lines. A last line that was not written to its end is cut off."""
+    with file.open("rb+") as lines:
+        lines.truncate(lines.read().rfind(b"\n") + 1)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from scripts import write_solutions as script
+from tests.support.refused import refuses
 
 
 @pytest.fixture
@@ -23,6 +24,12 @@ def test_solutions_go_on_and_rows_are_pieces_of_them(root, tmp_path, monkeypatch
     script.write_solutions("random:tiny", twice, root, 2)
     script.write_solutions("random:tiny", twice, root, 5)
     assert once.read_text() == twice.read_text()
+    whole = twice.read_text()
+    twice.write_text(whole[:-9])  # ended while it wrote the last line
+    script.write_solutions("random:tiny", twice, root, 5)
+    assert twice.read_text() == whole
+    with refuses(SystemExit, "random:tiny", "random:other", "another folder"):
+        script.write_solutions("random:other", twice, root, 5)
     solutions = script.read(once)
     assert [f"What is {n} + {n}?" in row["prompt"] for n, row in enumerate(solutions)] == [True] * 5
     monkeypatch.setattr(script, "FIRST_CUT", 4)
