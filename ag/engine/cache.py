@@ -319,7 +319,11 @@ class EvictionCache(Cache):
         if not self.seen_tokens:
             return
         device = indices.device if isinstance(indices, Tensor) else None
-        self.state.select(torch.arange(len(self.state.sequences), device=device)[indices, ...].cpu())
+        selected = torch.arange(len(self.state.sequences), device=device)[indices, ...].cpu()
+        if len(selected):
+            self.state.select(selected)
+        else:
+            self.reset()
 
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
         """Repeat each sequence, all equally often, or each by its number in a tensor ``[B]``."""
@@ -343,11 +347,7 @@ class EvictionCache(Cache):
                 f"remove({list(sequences)}): sequence {strange[0]} is not there: expected 0 to {count - 1}, as this "
                 f"cache holds {count}."
             )
-        left = [index for index in range(count) if index not in sequences]
-        if left:
-            self.batch_select_indices(torch.tensor(left))
-        else:
-            self.reset()
+        self.batch_select_indices([index not in sequences for index in range(count)])
 
     def add(self, other: EvictionCache) -> None:
         """Append the sequences of another cache in this pool; no key is copied, and that cache is empty then.

@@ -118,6 +118,7 @@ class CacheState:
 
     def fork(self) -> CacheState:
         """Return a copy that shares the blocks, for another continuation of the text."""
+        self.check_scores()
         self.note_mode()
         new = copy.copy(self)
         new.sequences = copy.deepcopy(self.sequences, {id(self.setup.policy): self.setup.policy})
@@ -211,6 +212,11 @@ class CacheState:
                     "of one model, policy and gates, made with the same pool=ag.Pool(model, nbytes), and read in one "
                     "type."
                 )
+        if not len(self.sequences) and self.sequences.protected is not None:
+            raise UserError(
+                "add: protect() marked tokens of this cache, which has none: expected the marks on the cache that is "
+                "added; call protect() there before its prompt, and reset() here."
+            )
         if other is self or not len(other.sequences):
             raise UserError("add: expected another cache that has read its prompt; read it first.")
         for state in (self, other):

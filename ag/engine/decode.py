@@ -28,7 +28,7 @@ def decode(
 
     Args:
         model: that generates.
-        input_ids: ``[B, T]``, the text so far.
+        input_ids: ``[B, T]``, the text so far; or its tokens that are not in the cache, with the mask of all.
         logits_processor: changes scores, for example by a temperature.
         stopping_criteria: find the sequences that have ended.
         generation_config: as transformers completed it.
@@ -51,11 +51,13 @@ def decode(
     for argument, value in refused.items():
         if value:
             raise UserError(f"custom_generate=decode does no {argument}: leave custom_generate out.")
-    mask, step, new = prepared.get("attention_mask"), StepRunner(model, cache), slice(cache.get_seq_length(), None)
+    mask, step, num_read = prepared.get("attention_mask"), StepRunner(model, cache), cache.get_seq_length()
+    # input_ids may be the new tokens alone; transformers drops a mask without padding
+    num_new = max(x.shape[-1] for x in (input_ids, mask, prepared.get("position_ids")) if x is not None) - num_read
     logits = model(
-        input_ids=input_ids[:, new],
+        input_ids=input_ids[:, input_ids.shape[1] - num_new :],
         attention_mask=mask,
-        position_ids=None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, new],
+        position_ids=None if mask is None else (mask.cumsum(1) - 1).clamp_min(0)[:, num_read:],
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,

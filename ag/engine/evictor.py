@@ -18,6 +18,7 @@ from ag.engine.allocators.uniform import Uniform
 from ag.engine.forward_batch import ForwardBatch
 from ag.engine.layer_reader import LayerReader, order_slots
 from ag.engine.policy import Policy
+from ag.engine.records import equally_many_rows
 from ag.engine.scorers.base import Scorer
 from ag.errors import BudgetWarning, UserError
 
@@ -197,6 +198,7 @@ class Evictor:
             return score
         for name, record in shown_records.items():
             whole = records[name] if name in records else record.new_zeros(len(reader.lengths), *record.shape[1:])
+            whole, record = equally_many_rows(whole, record)
             records[name] = whole.index_copy(0, sequences, record)
         return score.new_zeros(reader.cached.shape).index_copy(0, sequences, score)
 
@@ -276,7 +278,10 @@ class Evictor:
             evicting = torch.ones_like(reader.lengths, dtype=torch.bool)
         candidates = self._candidates(reader, evicting, {} if records is None else records)
         budget, num_protected, evicting = candidates.capacity, candidates.num_protected, candidates.evicting
-        nonfinite = evicting & candidates.score.isnan().flatten(1).any(1)
+        not_finite = candidates.score.isnan()
+        if candidates.second is not None:
+            not_finite |= candidates.score.isfinite() & ~candidates.second.isfinite()
+        nonfinite = evicting & not_finite.flatten(1).any(1)
         over = evicting & (num_protected > budget) & (candidates.lengths > budget)
         if bool((nonfinite | over).any()):  # the host waits once, for rare cases
             if bool(nonfinite.any()):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ag.engine.allocators.uniform import Uniform
 from ag.engine.block_pool import PoolFullError
 from ag.engine.cache_state import CacheState, ComputeMode
 from ag.engine.forward_batch import ForwardBatch
@@ -147,7 +148,8 @@ class ForwardPass(Interceptor):
         """Refuse a forward pass before it begins, where the pool has no room for its tokens ``[B, T]`` bool."""
         stores, sequences, policy = self.state.stores, self.state.sequences, self.setup.policy
         counts = new.sum(1).cpu()
-        if policy.block is not None and not sequences.ready:  # a chunk is evicted before the next one comes
+        uniform = isinstance(policy.allocator, Uniform)  # else a row may hold more than its budget
+        if policy.block is not None and not sequences.ready and uniform:  # a chunk is evicted before the next one comes
             block = policy.block
             capacity = 0 if policy.budget is None else policy.capacity(sequences.prompt_len)
             until_evicted = (block - sequences.num_tokens % block).maximum(capacity + block - sequences.num_held)
@@ -273,6 +275,8 @@ class ForwardPass(Interceptor):
                     layer.free_expired_if_many(batch, state.layer_stores[layer.index])
         if batch.ends_prompt:
             self.setup.pool.trim()
+            for store in state.stores:
+                store.narrow()
             if policy.steps is None:  # nothing is scored again
                 for store in state.stores:
                     store.records = [{} for _ in state.layers]

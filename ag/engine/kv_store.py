@@ -16,6 +16,7 @@ from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
 from ag.model.geometry import KVHeads
 
+SPARE_BLOCKS = 8  # of a table beyond its longest row, so that it does not move with each new block
 #: Names of the contents of each row, ``[L, B, Hkv, ...]``.
 ROWS = "lengths_cpu", "block_counts", "shared_block_counts", "block_table", "lengths"
 
@@ -199,10 +200,19 @@ class KVStore:
         width = self.block_table.shape[-1]
         if blocks <= width:
             return
-        self.block_table = F.pad(self.block_table, (0, max(blocks - width, width // 8, 8)))
+        self.block_table = F.pad(self.block_table, (0, max(blocks - width, width // 8, SPARE_BLOCKS)))
         self._moved()
         for records in self.records:
             fit(records, self.slots)
+
+    def narrow(self) -> None:
+        """Shorten the table and the records if rows need less than half of them: steps read all of their slots."""
+        width = int(self.block_counts.max()) + SPARE_BLOCKS
+        if 2 * width < self.block_table.shape[-1]:
+            self.block_table = self.block_table[..., :width].contiguous()
+            self._moved()
+            for records in self.records:
+                fit(records, self.slots)
 
     def _unshare(self, layers: slice, first: Tensor | int, end: Tensor) -> None:
         """Replace the shared blocks in ``[first, end)`` of rows by copies, before they are written."""

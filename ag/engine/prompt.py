@@ -67,7 +67,9 @@ def read_prompt(
     plain = position_ids is None and (attention_mask is None or bool(attention_mask.all()))
     together: dict[str, list[EvictionCache]] = defaultdict(list)  # by the positions of their tokens
     for cache in caches:
-        if cache.setup.prompt_sees == "dense":
+        # attention in chunks makes a pass of each chunk, and an earlier chunk is not in the next call
+        in_one_pass = cache.setup.chunk is None or input_ids.shape[1] <= cache.setup.chunk
+        if cache.setup.prompt_sees == "dense" and in_one_pass:
             together["" if plain else cache.policy.positions].append(cache)
     shared: dict[EvictionCache, Tensor] = {}
     for group in together.values():

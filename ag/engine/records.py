@@ -45,11 +45,16 @@ def concat_records(records: Records, added: Records, num_sequences: int, num_add
     result = {}
     for name, record in {**added, **records}.items():
         empty = [record.new_zeros(count, *record.shape[1:]) for count in (num_sequences, num_added)]
-        parts = [records.get(name, empty[0]), added.get(name, empty[1])]
-        for dim in range(2, record.ndim - 1):  # rows of queries: the last ones are the newest
-            parts = [pad_front(x, max(part.shape[dim] for part in parts), dim) for x in parts]
-        result[name] = torch.cat(parts)
+        result[name] = torch.cat(equally_many_rows(records.get(name, empty[0]), added.get(name, empty[1])))
     return result
+
+
+def equally_many_rows(record: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two records with equally many rows of queries: the shorter one gets zeros before its oldest row."""
+    for dim in range(2, record.ndim - 1):
+        size = max(record.shape[dim], other.shape[dim])
+        record, other = pad_front(record, size, dim), pad_front(other, size, dim)
+    return record, other
 
 
 def pad_front(x: Tensor, size: int, dim: int) -> Tensor:

@@ -29,11 +29,12 @@ def kv_compact(
         keep_count: ``[R]`` int32, tokens to keep; a shorter row does not change.
         records: ``[R, C, S]`` float32 each: values by slot that move with their tokens. They are 0 on free slots,
             before and after.
-        nonfinite: ``[R]`` int32, set to 1 for a row that is evicted from and has a score of NaN. None: not recorded.
+        nonfinite: R elements int32, set to 1 for a row that is evicted from and has a score of NaN. None: not recorded.
 
     Raises:
         UserError: AG_KERNELS names a version that cannot run here.
     """
+    nonfinite = None if nonfinite is None else nonfinite.view(-1)
     gaps = None if all(x.is_contiguous() for x in records) else "records are not contiguous"
     _version(pages.facts, gaps, os.environ.get(VARIABLE))(pages, score, keep_count, records, nonfinite)
 

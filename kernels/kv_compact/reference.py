@@ -23,7 +23,8 @@ def kv_compact(
     bad = score.isnan() & (pages.lengths > keep_count)[:, None]
     if nonfinite is not None:
         nonfinite.logical_or_(bad.any(1))
-    token_index = pages.token_indices.flatten()[pool_index]
+    # a free slot has any token index: it comes after the tokens of -inf
+    token_index = pages.token_indices.flatten()[pool_index].masked_fill(~valid, torch.iinfo(torch.int32).max)
     keep = retention.keep_mask(score.masked_fill(bad, -retention.INF), keep_count, token_index) & valid
     kept, slots = keep.sum(1, keepdim=True), torch.arange(width, device=keep.device)
     free, moving = (x.nonzero(as_tuple=True) for x in ((slots < kept) & ~keep, (slots >= kept) & keep))

@@ -110,6 +110,17 @@ def test_a_cache_belongs_to_one_model_batch_and_mask(tiny_llama):
     assert cache.seen_tokens == 21
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("empty", [lambda cache: cache.batch_select_indices([]), lambda cache: cache.remove([0, 1])])
+def test_a_cache_without_sequences_is_empty(tiny_llama, empty):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "h2o", 8)
+    model(torch.randint(3, 128, (2, 20)), past_key_values=cache)
+    empty(cache)
+    assert (cache.seen_tokens, cache.nbytes, repr(cache).endswith("empty>")) == (0, 0, True)
+    model(torch.randint(3, 128, (3, 20)), past_key_values=cache)  # of another batch size
+
+
 def test_a_prompt_in_chunks_is_refused(tiny_llama):
     model, ids = tiny_llama(), row(30)[None]
     ag.attach(model, gates_for(model, scope="prompt"))

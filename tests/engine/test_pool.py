@@ -198,6 +198,10 @@ def test_what_cannot_join(tiny_llama):
         mine.add(stranger)
     assert columns(mine) == before
     empty = cache(read=0)
+    empty.protect([(0, 3)])
+    with refuses(UserError, "protect()", "the cache that is added"):
+        empty.add(mine)
+    empty.reset()
     empty.add(mine)
     assert columns(empty) == before and mine.seen_tokens == 0
     model(text[:, :1], past_key_values=empty)
@@ -255,6 +259,26 @@ def test_chunks_below_the_budget_are_counted_whole(tiny_llama):
     other.reset()
     model(text[:, 16:], past_key_values=cache)
     assert cache.seen_tokens == 90
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "heads", "global", "pyramid", "preference"])
+@torch.no_grad()
+def test_a_chunk_without_room_changes_nothing(tiny_llama, allocator):
+    """Some rows may hold more than the budget."""
+    model, text, num_refused = tiny_llama(), ids(1, 41), 0
+    options = {"observers": 4} if allocator == "preference" else {}
+    for blocks in range(10, 30):
+        cache = ag.EvictionCache(model, f"knorm@{allocator}", 20, "blocks:7", pool=pool_of(model, blocks), **options)
+        cache.expect(torch.ones_like(text, dtype=torch.bool))
+        for chunk in text.split([14, 5, 6, 16], 1):
+            before = columns(cache) if cache.seen_tokens else []
+            try:
+                model(chunk, past_key_values=cache)
+            except PoolFullError:
+                num_refused += 1
+                assert (columns(cache) if cache.seen_tokens else []) == before
+                break
+    assert 0 < num_refused < 20
 
 
 @pytest.mark.parametrize(("spec", "length"), [("full", 40), ("flags", 60)])

@@ -11,6 +11,7 @@ from ag.engine import reconstruction
 from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
 from ag.model.structure import decoder_of
+from tests.model.test_architectures import tiny
 from tests.support.batches import columns
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.gates_for import gates_for
@@ -51,6 +52,21 @@ def test_together_is_as_alone(tiny_llama):
                 model(following, both, both.cumsum(1)[:, -3:] - 1, past_key_values=x).logits for x in (cache, alone)
             ]
         hold(*logits, of_logits(model))
+
+
+@torch.no_grad()
+def test_a_prompt_longer_than_a_chunk_of_attention_is_read_alone():
+    """Llama 4 reads it chunk by chunk, and layers with full attention see the chunks before."""
+    kinds = ["chunked_attention", "full_attention"]
+    layers = {"num_hidden_layers": 2, "layer_types": kinds, "no_rope_layers": [1, 0], "moe_layers": [0, 1]}
+    model, ids = tiny("llama4_text", attention_chunk_size=16, **layers), torch.randint(3, 90, (1, 40))
+    [(together, _), _] = read_prompt(model, [ag.policy("knorm", 10), ag.policy("h2o", 10)], ids)
+    alone = EvictionCache(model, "knorm", 10)
+    model(ids, past_key_values=alone)
+    assert columns(together) == columns(alone)
+    following = torch.tensor([[5]])
+    logits = [model(following, past_key_values=cache).logits for cache in (together, alone)]
+    hold(*logits, of_logits(model))
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["position_ids", "none"])

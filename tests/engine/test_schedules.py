@@ -10,7 +10,9 @@ import torch
 
 import ag
 from ag.engine import EvictionCache
+from ag.engine.block_pool import BLOCK
 from ag.engine.evictor import NonFiniteScoreError
+from ag.engine.kv_store import SPARE_BLOCKS
 from ag.engine.layer import Layer
 from ag.errors import UserError
 from tests.support import slow_policies
@@ -99,6 +101,31 @@ def test_a_step_scores_the_sequences_that_are_evicted_from(llama, name, sees_all
     first = 3 if name == "expected_attention" else 2  # which has sums of all prompts until then
     evicted_together = [n for n in ([3] * 4 if sees_all else [first, 1, 2, 1]) for _ in range(3)]
     assert scored[3:] == evicted_together
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("h2o", "prefill"), ("snapkv", "steps:3"), ("tova@heads", "every")])
+def test_a_batch_without_compiled_kernels(llama, name, schedule, monkeypatch):
+    """As on a machine without a compiler."""
+    held = []
+    for version in (None, "reference"):
+        if version:
+            monkeypatch.setenv("AG_KERNELS", version)
+        held.append(run(llama, make(name, schedule, 12), ROWS, PROMPTS).held)
+    assert held[0] == held[1]
+
+
+@torch.no_grad()
+def test_steps_after_a_long_prompt_read_what_is_held(tiny_llama):
+    """Not the room of the prompt's tokens, which were evicted."""
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, make("scissorhands", "every", 16))
+    model(torch.randint(3, 128, (1, 1200)), past_key_values=cache)
+    [store] = cache.state.stores
+    room = (1 + SPARE_BLOCKS) * BLOCK
+    assert store.slots <= 2 * room < 1200
+    assert all(record.shape[-1] == store.slots for records in store.records for record in records.values())
+    model(torch.tensor([[5]]), past_key_values=cache)
+    assert int(store.lengths_cpu.max()) == 16
 
 
 # ---- budgets

@@ -5,10 +5,13 @@ from math import exp
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import ag
+from ag.engine.evictor import NonFiniteScoreError
+from ag.engine.records import latest
 from ag.engine.rows import moments_over_queries
-from ag.engine.scorers import SCORERS, RowScorer
+from ag.engine.scorers import SCORERS, Needs, RowScorer, Scorer
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random
 from ag.engine.scorers.gates import Gates
@@ -32,6 +35,7 @@ from tests.support.attention_by_hand import (
 )
 from tests.support.batches import columns
 from tests.support.bounds import conditioned, hold
+from tests.support.refused import refuses
 
 EPS = torch.finfo(torch.float32).eps
 SCENES = {
@@ -275,3 +279,52 @@ def test_what_a_scorer_protects_in_its_own_way_stays(tiny_llama, allocator):
     held = [head for layer in columns(cache) for head in layer[0]]
     assert all({0, 7, 14, 21, 28, 35} <= {*head} for head in held)
     assert sum(map(len, held)) == 3 * 2 * 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatestRows(Scorer):
+    """Sums the newest four rows of attention, of which there are fewer at first."""
+
+    needs = Needs(attention_rows=4, only_new=True)
+
+    def note(self, inputs, records):
+        rows, query_valid = inputs.attention_rows
+        latest(records, "rows", query_valid[:, None, :, None] * rows, query_valid, 4)
+
+    def score(self, inputs):
+        return inputs.records["rows"].sum(2).unflatten(1, (-1, inputs.group)).mean(2)
+
+
+@torch.no_grad()
+def test_records_grow_in_a_batch(tiny_llama):
+    """Its sequences reach the budget at different steps."""
+    model, policy = tiny_llama(), replace(ag.policy("knorm", 3, "steps:2"), scorer=LatestRows())
+    texts = [torch.arange(3, 11), torch.arange(4, 11)]
+
+    def held(texts):
+        cache, widest = ag.EvictionCache(model, policy), max(map(len, texts))
+        ids = torch.stack([F.pad(text, (widest - len(text), 0)) for text in texts])
+        mask = (torch.arange(widest) >= torch.tensor([[widest - len(text)] for text in texts])).long()
+        for end in range(widest - 6, widest + 1):  # prompts of 2 tokens and of 1
+            new = slice(0 if end == widest - 6 else end - 1, end)
+            positions = (mask[:, :end].cumsum(1) - 1).clamp_min(0)[:, new]
+            model(ids[:, new], attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+        return columns(cache)
+
+    alone = [held([text]) for text in texts]
+    assert held(texts) == [[one[layer][0] for one in alone] for layer in range(3)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSecond(KNorm):
+    """Its second score is not a number."""
+
+    def second(self, inputs, score):
+        return torch.full_like(score, float("nan")), 0.5
+
+
+@torch.no_grad()
+def test_a_second_score_that_is_not_finite_is_refused(tiny_llama):
+    model, policy = tiny_llama(), replace(ag.policy("knorm", 8), scorer=NoSecond())
+    with refuses(NonFiniteScoreError, "NoSecond", "finite"):
+        model(torch.arange(3, 43)[None], past_key_values=ag.EvictionCache(model, policy))

@@ -1,5 +1,6 @@
 """What StepRunner refuses, what a step asks the device, and the decoding loop that is made of steps."""
 
+import copy
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -119,6 +120,17 @@ def test_scores_that_are_not_finite_are_found_within_sixteen_steps(model):
     assert record.replays >= 18
 
 
+@torch.no_grad()
+def test_a_fork_is_refused_after_scores_that_are_not_finite(model):
+    """The copy would not know of them."""
+    cache = EvictionCache(model, "h2o", 20, "every")
+    model(row(40)[None], past_key_values=cache)
+    cache.state.stores[0].records[1]["sums"][:, :, 6:8] = float("nan")
+    model(tokens(1, 0), past_key_values=cache)
+    with refuses(NonFiniteScoreError, "H2O", "layer 1"):
+        copy.deepcopy(cache)
+
+
 @pytest.mark.parametrize("given", [(1, 2), (1,)])
 @torch.no_grad()
 def test_one_token_of_each_sequence_behind_a_prompt(model, given):
@@ -153,6 +165,18 @@ def test_the_decoding_loop_is_that_of_transformers(model, policy, given):
         found.append((text.tolist(), columns(cache), cache.state.sequences.num_tokens.tolist()))
     assert found[0] == found[1]
     assert len({tuple(row) for row in found[0][0]}) == 3
+
+
+def test_the_decoding_loop_reads_new_tokens_alone(model):
+    """Of a later turn, with the mask of the whole text."""
+    texts = []
+    for extra in ({}, {"custom_generate": decode}):
+        cache = EvictionCache(model, "full")
+        options = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False, **extra}
+        text = F.pad(model.generate(row(20)[None], **options), (0, 5), value=7)
+        mask, new = torch.ones_like(text), text[:, cache.seen_tokens :]
+        texts.append(model.generate(new, attention_mask=mask, **options).tolist())
+    assert texts[0] == texts[1]
 
 
 def test_what_the_decoding_loop_does_not_do(model):

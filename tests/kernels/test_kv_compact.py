@@ -154,6 +154,20 @@ def test_scores_that_are_not_finite_are_found(version, value):
         assert int(found) == expected
 
 
+@every
+@pytest.mark.parametrize("left", [7, 6, 5])
+def test_tokens_of_minus_infinity_come_before_free_slots(version, left):
+    """Whatever token index a free slot had last; a row that is not longer than what it keeps does not change."""
+    pages = pages_of([6])
+    token_indices = pages.token_indices.flatten()
+    token_indices.zero_()
+    token_indices[places(pages, 0)] = torch.arange(10, 16).int()
+    score = torch.zeros(1, 1, 32)
+    score[0, 0, :6] = torch.tensor([-INF, -INF, 1.0, 2.0, 3.0, 4.0])
+    version(pages, score, torch.tensor([left]).int())
+    assert int(pages.lengths) == min(left, 6)
+
+
 def test_rows_that_hold_nothing_lose_nothing():
     pages = pages_of([0, 0], dim=8)
     kv_compact(pages, torch.ones(1, 2, 0), torch.zeros(2).int())

@@ -28,6 +28,7 @@ PUBLISHED_TAU = {
     ("qwen2.5-7b-instruct", 128): (0.4, 0.6),
     ("qwen2.5-7b-instruct", 1024): (1.5, 0.6),
 }
+MIN_TAU = 0.05  # powers of 20 of an entropy up to 1e7 and a variance from 1e-12 on are numbers of float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,8 @@ class Preference(Allocator):
     Source: "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences", section 4; code antgroup/cakekv.
 
     Attributes:
-        tau1: temperature of the entropy.
-        tau2: temperature of the variance.
+        tau1: temperature of the entropy, :data:`MIN_TAU` or more.
+        tau2: temperature of the variance, :data:`MIN_TAU` or more.
         observers: last queries whose attention is measured. Default: the scorer's window if it has one.
     """
 
@@ -48,8 +49,8 @@ class Preference(Allocator):
     shorthands: ClassVar[tuple[str, ...]] = ("tau",)
 
     def __post_init__(self) -> None:
-        require(self, "tau1", self.tau1 > 0, "more than 0")
-        require(self, "tau2", self.tau2 > 0, "more than 0")
+        require(self, "tau1", self.tau1 >= MIN_TAU, f"{MIN_TAU} or more")
+        require(self, "tau2", self.tau2 >= MIN_TAU, f"{MIN_TAU} or more")
         require(self, "observers", self.observers >= 1, "1 or more")
 
     @classmethod
