@@ -18,7 +18,8 @@ in the mean, fewer under a window; each key takes ``4 H D`` for two products for
 
 Checkpointing keeps, for each layer and token, s d for the layer's input, and for a gate 12 Hkv for its logits, their
 sigmoids and the flags. With and without it, the last norm keeps 4 d + s d, and a teacher's states s d. If gates alone
-are trained, the layers below the first gate have no graph.
+are trained, the layers below the first gate have no graph. Under ``loss.objective=regress`` no layer has one: only what
+the gates keep and their backward pass count, and there are no logits.
 
 At its peak the backward pass also has the gradient of a hidden state, s d, and the larger of two numbers: in the MLP
 3 e I, for the gradients of the product that enters its last matrix and of both factors; in the last norm 20 d, for five
@@ -34,6 +35,7 @@ from typing import Any, Literal, NamedTuple
 
 from ag.config import Config
 from ag.config.data import FactsConfig, SplitConfig, WorkedConfig
+from ag.config.loss import REGRESS
 from ag.data.lengths import RowSample
 from ag.data.templates import TASKS
 from ag.errors import UserError
@@ -107,13 +109,15 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
 
     # the layers
     gate_of = {model.attending[index]: gate for index, gate in model.gates.items()}
-    layers = [_layer(config, model, length, layer, gate_of.get(n)) for n, layer in enumerate(model.layers)]
+    regresses = config.loss.objective == REGRESS
+    count_layer = _regressed_layer if regresses else _layer
+    layers = [count_layer(config, model, length, layer, gate_of.get(n)) for n, layer in enumerate(model.layers)]
     layers_with_graph = layers[min(gate_of) :] if config.train == "gates" else layers
     storage_bytes, product_bytes = ITEM_BYTES[config.model.dtype], _product_bytes(config)
     teacher, width = config.loss.objective == "kl", model.width
     state = storage_bytes * width
     rotations = 2 * length * model.head_dim * storage_bytes
-    last = tokens * (4 * width + state * (1 + teacher)) + rotations
+    last = 0 if regresses else tokens * (4 * width + state * (1 + teacher)) + rotations
     without_checkpointing = last + sum(tokens * layer.saved + layer.copies for layer in layers_with_graph)
     checkpointed = last + tokens * (state * len(layers) + 12 * model.num_kv_heads * len(model.gates))
     largest_layer = max(layers_with_graph, key=lambda layer: layer.saved)
@@ -121,7 +125,7 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
     forward = sum(layer.forward for layer in layers)
     backward = sum(layer.backward for layer in layers_with_graph)
     flops = tokens * (forward * (1 + (teacher or config.loss.draws_share)) + backward)
-    checkpointing = config.model.gradient_checkpointing
+    checkpointing = config.model.gradient_checkpointing and not regresses
     if checkpointing:
         temporary = tokens * (largest_layer.saved + working) + largest_layer.copies
         flops += tokens * sum(layer.recomputed for layer in layers_with_graph)
@@ -129,7 +133,7 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
         temporary = tokens * max(working, state + 20 * width)
 
     # the head
-    loss_tokens = min(loss_tokens, config.loss.sampled_tokens or loss_tokens)
+    loss_tokens = 0 if regresses else min(loss_tokens, config.loss.sampled_tokens or loss_tokens)
     chunk = min(config.loss.chunk_tokens, loss_tokens)
     # bytes of a logit: its own type and float32, log-softmax, and their gradients; then the teacher's bytes
     logit = 12 + (product_bytes != 4) * 2 * product_bytes + teacher * (product_bytes + 8 + (product_bytes != 4) * 4)
@@ -143,7 +147,7 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
             "activations": checkpointed if checkpointing else without_checkpointing,
             "logits or temporary": max(chunk * model.vocabulary * logit, temporary),
         },
-        activations=(without_checkpointing, checkpointed),
+        activations=(without_checkpointing, without_checkpointing if regresses else checkpointed),
         kv_cache=model.kv_count * full_length * product_bytes,
         flops=config.trainer.accumulate * flops,
         tokens=round(world * config.trainer.accumulate * tokens),
@@ -321,6 +325,18 @@ def _layer(
         forward=2 * weights + products,
         recomputed=2 * (weights - (down_weight.count if output_is_dropped else 0)) + products,
         backward=2 * (weights + trained) + 2.5 * products,
+    )
+
+
+def _regressed_layer(
+    config: Config, model: Outline, length: float, layer: LayerOutline, gate: Mapping[str, Matrix] | None
+) -> _Layer:
+    """Count a layer whose gate has a graph of its own: the backward pass ends at the gate's input."""
+    whole, ungated = _layer(config, model, length, layer, gate), _layer(config, model, length, layer, None)
+    return whole._replace(
+        saved=whole.saved - ungated.saved,
+        copies=whole.copies - ungated.copies,
+        backward=whole.backward - ungated.backward,
     )
 
 

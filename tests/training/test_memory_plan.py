@@ -56,8 +56,11 @@ def real(config):
 
 
 def saved_bytes(module):
-    """Bytes that the forward pass of the decoder and the gates keeps for the backward pass, and its output."""
-    storages = {}
+    """Bytes that the forward pass of the decoder and the gates keeps for the backward pass, and its output.
+
+    Under regression, those that the loss keeps.
+    """
+    storages, regresses = {}, module.config.loss.objective == "regress"
 
     def note(tensor):
         storages[tensor.untyped_storage().data_ptr()] = tensor
@@ -72,10 +75,12 @@ def saved_bytes(module):
         saved_tensors_hooks(note, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"),
     ):
-        states = module.gated_loss.run_decoder({"input_ids": ids, "attention_mask": mask}, gating)
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+        states = module.gated_loss.loss(batch, 0).loss if regresses else module.gated_loss.run_decoder(batch, gating)
         means = [] if gating is None else [logits.sigmoid().mean() for logits in gating.logits.values()]
     note(states)
-    assert states.requires_grad and len(means) == (0 if gating is None else len(module.gates.layers))
+    assert states.requires_grad
+    assert regresses or len(means) == (0 if gating is None else len(module.gates.layers))
     return sum(t.untyped_storage().nbytes() for at, t in storages.items() if at not in owned)
 
 
@@ -103,6 +108,22 @@ def test_parameters_are_exact_and_activations_those_that_the_step_saves(folder, 
     config.model.gradient_checkpointing = True
     assert saved_bytes(real(config)) == pytest.approx(kept, rel=0.1)
     assert kept < plain / 3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_regression_has_a_graph_of_the_gates_alone(folder, precision):
+    """Its work is that of the forward pass, and four operations for each weight of a gate: no head, no model."""
+    config = config_of(folder, "gates", precision=precision)
+    config.gate, config.loss = GateConfig(kind="linear"), LossConfig(objective="regress")
+    found, module = plan(config), real(config)
+    assert found.activations[0] == found.activations[1] == pytest.approx(saved_bytes(module), rel=0.1)
+    weights = sum(w.numel() for name, w in module.named_parameters() if w.ndim == 2 and "layers" in name)
+    gates = sum(w.numel() for w in module.gates.parameters())
+    attention = LAYERS * 2 * LENGTH * LENGTH / 2 * 64 * 2 * 2
+    assert found.flops == 2 * LENGTH * (2 * weights + 4 * gates) + attention
+    assert found.memory["logits or temporary"] <= plan(replace(config, loss=LossConfig())).memory["logits or temporary"]
+    config.model.gradient_checkpointing = True
+    assert plan(config) == found
 
 
 def test_operations_of_a_step(folder):
