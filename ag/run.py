@@ -49,7 +49,7 @@ from ag.wheels import hub_name
 
 RESTART = 60.0  # seconds to wait for the end of a rank that a cluster replaces
 #: Keys of ``gate`` that determine the shapes of its weights.
-SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
+GATE_SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
 
 
 def run(invocation: Invocation[Config]) -> int:
@@ -100,9 +100,9 @@ def fit(
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second Ctrl-C.
     """
     existing = folder or (None if config.resume is None else Path(config.resume))
-    with ExitStack() as leaving:
+    with ExitStack() as stack:
         if existing is not None and not dry_run:
-            _lock(existing, leaving, RESTART if folder is not None else 0)
+            _lock(existing, stack, RESTART if folder is not None else 0)
         if dry_run:
             config = without_caches(config)
         disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
@@ -116,7 +116,7 @@ def fit(
         module = make_module(config, base)
         run_dir = None if dry_run else existing or run_folder(config)
         if run_dir is not None and existing is None:
-            _lock(run_dir, leaving)
+            _lock(run_dir, stack)
         source_folder = folder if folder is not None and checkpoints(folder) else config.resume
         checkpoint = None if source_folder is None else newest_valid(Path(source_folder))
         if run_dir is None:
@@ -246,9 +246,9 @@ def check_kind(config: Config) -> None:
 
 
 def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
-    """Make the gates of a run, new or with the weights of the export ``init``."""
+    """Make the gates of a run, new or with the weights of the export ``init``, which a checkpoint would replace."""
     gates = AttentionGates(base.config, config.gate)
-    if config.init is not None:
+    if config.init is not None and config.resume is None:
         start = AttentionGates.from_pretrained(config.init)
         if config.train == "gates" and start.adapter is not None and not start.adapter.count_in(base):
             raise UserError(
@@ -260,7 +260,7 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
             gates.load_state_dict(start.state_dict())
         except RuntimeError:
             old, new = (
-                x.fingerprint | {f"gate.{key}": getattr(x.config, key) for key in SIZES} for x in (start, gates)
+                x.fingerprint | {f"gate.{key}": getattr(x.config, key) for key in GATE_SIZES} for x in (start, gates)
             )
             differing = [f"{name}={old[name]}, here {name}={new[name]}" for name in new if new[name] != old[name]]
             raise UserError(
@@ -322,14 +322,14 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or os.environ.get("LOCAL_RANK") or 0) == 0
 
 
-def _lock(run_dir: Path, leaving: ExitStack, wait: float = 0) -> None:
+def _lock(run_dir: Path, stack: ExitStack, wait: float = 0) -> None:
     """Lock a run folder for this run. The first rank, which writes the checkpoints, has the lock."""
     if is_first_rank():
         refusal = (
             f"{run_dir}: another process trains in this run folder: wait for it, or stop it; then continue with "
             f"resume={run_dir}."
         )
-        leaving.enter_context(locked(run_dir, refusal, wait))
+        stack.enter_context(locked(run_dir, refusal, wait))
 
 
 def build_trainer(

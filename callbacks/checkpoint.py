@@ -76,7 +76,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         # a resumed run repeats an unfinished validation, which its checkpoint has counted already
-        total = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+        total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
         total.ready = total.started = total.processed
         self._resumable_counters = deepcopy(trainer.fit_loop.state_dict())
         begun = self._resumable_counters["epoch_loop.val_loop.batch_progress"]["total"]

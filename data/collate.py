@@ -34,7 +34,7 @@ class Collator:
 
     Attributes:
         pad_id: padding token; the attention mask excludes it, so any token will do.
-        end: the token that ends a document. None: a row is one document.
+        end: the token that ends a document, if tokens see only their own document. None: they see their whole row.
         loss_on_prompt: whether prompts carry loss too.
     """
 

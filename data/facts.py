@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ag.config.data import FactsConfig
 from ag.data.relations import NAMES, RELATIONS, TRADES
 from ag.data.sft import from_examples
-from ag.data.splits import DataKind, Splits
+from ag.data.splits import VALIDATION_ROWS, DataKind, Splits
 from ag.data.templates import Example
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ag.config import DataConfig
 
-VALIDATION_ROWS = 200
 PEOPLE = 4  # people in a passage, each with one fact
 TOKENS_PER_WORD = 1.15  # mean of these sentences with SmolLM2's tokenizer, punctuation included
 

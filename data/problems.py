@@ -29,7 +29,7 @@ from ag.config.data import WorkedConfig
 from ag.data.encode import encode as encode_examples
 from ag.data.rows import Row
 from ag.data.sources import DataError
-from ag.data.splits import DataKind, Splits
+from ag.data.splits import VALIDATION_ROWS, DataKind, Splits
 from ag.data.templates import Example
 from ag.data.tokens import end_tokens
 from ag.errors import need
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from ag.config import DataConfig
 
-VALIDATION_ROWS = 200
 ANSWER = "Answer: "  # begins the last line
 ANY = "worked"  # addition, sorting or variables, drawn for each problem
 PACKAGE = "reasoning-gym"  # makes the problems of chain_sum

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ag.config import DataConfig
 
+VALIDATION_ROWS = 200  # of generated data, if data.val_samples does not say it
 WARNED_SHARE = 0.1  # a larger share of a split's tokens that are in no row is a warning
 
 
@@ -79,7 +80,7 @@ class Splits:
         train: training rows.
         validation: groups of validation rows; a group is never divided over batches.
         counts: counts of texts that were read, left out or cut.
-        end: the token that ends a document. None: a row is one document.
+        end: the token that ends a document, if tokens see only their own document. None: they see their whole row.
         loss_on_prompt: whether prompts carry loss too.
         description: the form of the rows, in a line for the user; empty if the configuration says it.
     """

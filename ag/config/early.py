@@ -38,6 +38,8 @@ def check(config: Any, elsewhere: bool = False) -> None:
         key = schema_keys[name]
         if value is None or value == "" or not key.holds:
             continue
+        if name == "init" and config.resume is not None:
+            continue  # the checkpoint has the weights
         for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
             if key.holds == "policy":
                 path = PolicySpec.parse(item).path

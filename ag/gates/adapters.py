@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from peft.peft_model import TunerLayerStatus
 
 MERGED = "merged_adapter"  # in the config.json of a merged model
-WRITTEN = "default"  # PEFT's name of the adapter in an export
+ADAPTER_NAME = "default"  # PEFT's name of the adapter in an export
 #: Values of PEFT's ``init_lora_weights`` that leave the weights of the base model unchanged.
 BASE_STAYS = frozenset({"none", "true", "false", "gaussian", "eva", "orthogonal", "mica"})
 #: Values that change the base by its own weights alone; PEFT repeats the change when it loads the adapter.
@@ -88,7 +88,7 @@ def _acts(layer: TunerLayerStatus, name: str) -> bool:
     return layer.enabled is True and name in {*layer.active_adapters, *layer.merged_adapters}
 
 
-def check_written(target: Path, model: Any, written: str | None = WRITTEN) -> None:
+def check_written(target: Path, model: Any, written: str | None = ADAPTER_NAME) -> None:
     """Refuse a model with adapters that its export would not contain.
 
     Args:
@@ -105,8 +105,9 @@ def check_written(target: Path, model: Any, written: str | None = WRITTEN) -> No
     if unwritten:
         raise ExportError(
             f"{target.name}: the model runs with the adapters {unwritten}, which the export would not hold: expected "
-            f"one adapter at most, of a peft.PeftModel and named {WRITTEN!r}; deactivate all others "
-            f"(model.set_adapter({WRITTEN!r})), or merge them into the base first (merge_and_unload, save_pretrained)."
+            f"one adapter at most, of a peft.PeftModel and named {ADAPTER_NAME!r}; deactivate all others "
+            f"(model.set_adapter({ADAPTER_NAME!r})), or merge them into the base first (merge_and_unload, "
+            "save_pretrained)."
         )
     if (written, False) in states:
         raise ExportError(

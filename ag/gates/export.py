@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ag.config.exports import StrPath
 from ag.config.gate import GateConfig
 from ag.errors import first_line
-from ag.gates.adapters import MERGED, WRITTEN, adapter_of, check_files, check_written
+from ag.gates.adapters import ADAPTER_NAME, MERGED, adapter_of, check_files, check_written
 from ag.gates.calibration import Calibration
 from ag.gates.card import model_card
 from ag.gates.folder import (
@@ -378,7 +378,7 @@ def save_adapter(path: StrPath, adapter: PeftModel, *, base_model: str = "") -> 
 def write_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str, str]:
     """Write ``folder/adapter``; returns the hashes of its files by name."""
     check_adapter(folder, adapter)
-    adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=[WRITTEN], save_embedding_layers=False)
+    adapter.save_pretrained(str(folder / ADAPTER), selected_adapters=[ADAPTER_NAME], save_embedding_layers=False)
     (folder / ADAPTER / "README.md").unlink()  # PEFT's template
     config, weights = ADAPTER_FILES
     content = json.loads(read(folder, config)) | {"base_model_name_or_path": base_model or None}
@@ -392,8 +392,8 @@ def check_adapter(target: Path, adapter: PeftModel) -> None:
     """Refuse a model with trained parameters or adapters that PEFT does not write."""
     from peft import get_peft_model_state_dict  # loads bitsandbytes, which only some models need
 
-    if WRITTEN not in adapter.peft_config:
-        raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named {WRITTEN!r}.")
+    if ADAPTER_NAME not in adapter.peft_config:
+        raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named {ADAPTER_NAME!r}.")
     check_written(target, adapter)
     written = {x.data_ptr() for x in get_peft_model_state_dict(adapter, save_embedding_layers=False).values()}
     unwritten = [name for name, x in adapter.named_parameters() if x.requires_grad and x.data_ptr() not in written]

@@ -75,19 +75,19 @@ class Gating(Interceptor):
         self._shift = 0.0 if boundary is None else boundary - config.boundary
         token_indices = valid.cumsum(1) - 1
         #: ``[B, T]`` bool: the tokens of the prompts.
-        self.read = valid if prompt_length is None else valid & (token_indices < prompt_length[:, None])
+        self.in_prompt = valid if prompt_length is None else valid & (token_indices < prompt_length[:, None])
         #: ``[B, T]`` bool: the tokens that gates may evict. Losses and metrics count these.
-        self.prompt = valid if config.covers == "all" else self.read
+        self.evictable = valid if config.covers == "all" else self.in_prompt
         columns = torch.arange(1, valid.shape[1] + 1, device=valid.device)
-        self._end = int((self.prompt * columns).amax())
-        gate_valid = self.prompt if config.scope == "prompt" else valid
+        self._end = int((self.evictable * columns).amax())
+        gate_valid = self.evictable if config.scope == "prompt" else valid
         gate_valid = gate_valid[:, : self._end]
         self._gate_valid = None if bool(gate_valid.all()) else gate_valid
-        self._dense_until = (self.read * columns).amax(1) if config.prefill == "dense" else None
+        self._dense_until = (self.in_prompt * columns).amax(1) if config.prefill == "dense" else None
 
     def counted(self) -> Tensor:
         """Return ``[B, T']`` bool: the columns of ``logits`` whose tokens gates may evict."""
-        return self.prompt[:, : self._end]
+        return self.evictable[:, : self._end]
 
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield one pass. Positions count from the start of each document, unless the caller gives ``position_ids``."""
@@ -97,8 +97,10 @@ class Gating(Interceptor):
 
     def begin(self, decoder: Any, attention_mask: Tensor | None, tokens: Tensor) -> None:
         """Check the shape of the batch, and that no layer reads across the documents of a row."""
-        if self.gates is not None and tokens.shape[:2] != self.prompt.shape:
-            raise UserError(f"Gating was made for a batch {tuple(self.prompt.shape)}, not {tuple(tokens.shape[:2])}.")
+        if self.gates is not None and tokens.shape[:2] != self.evictable.shape:
+            raise UserError(
+                f"Gating was made for a batch {tuple(self.evictable.shape)}, not {tuple(tokens.shape[:2])}."
+            )
         if self.first is not None and States.of(decoder.config) is not None:
             raise UserError(
                 f"A row holds several documents, and {type(decoder).__name__} has layers whose states go on from one "
@@ -198,7 +200,7 @@ class Observing(Gating):
         self.window: int | None = None
         self.targets: dict[int, Tensor] = {}
         only_responses = prompt_length is not None and (gates.config.prefill == "dense" or target == "kvzip")
-        self._queries = valid.bool() & ~self.read if only_responses else valid.bool()
+        self._queries = valid.bool() & ~self.in_prompt if only_responses else valid.bool()
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:
         """Run the gate with a graph that ends at its input."""
@@ -207,7 +209,7 @@ class Observing(Gating):
 
     def has_target(self) -> Tensor:
         """Return ``[B, T']`` bool: evictable tokens that at least one counted query can see."""
-        columns = torch.arange(self.prompt.shape[1], device=self.prompt.device)
+        columns = torch.arange(self.evictable.shape[1], device=self.evictable.device)
         first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
         last = torch.where(self._queries, columns, -1).amax(1, keepdim=True)
         columns = columns[: self._end]
@@ -215,7 +217,7 @@ class Observing(Gating):
         visible = nearest <= last
         counted = self.counted()
         if self.target == "kvzip":
-            counted = counted & self.read[:, : self._end]
+            counted = counted & self.in_prompt[:, : self._end]
             if self.copied is not None:
                 counted = counted & (columns >= self.copied[:, :1]) & (columns < self.copied[:, 1:])
         return counted & (visible if self.window is None else visible & (nearest - columns < self.window))

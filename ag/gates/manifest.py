@@ -24,7 +24,7 @@ CALIBRATION = "calibration"
 PRECISION = "weights"
 ADAPTER_FILES = (f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors")
 
-SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
+MODEL_SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
 MAX_SIZE, MAX_LAYERS = 1 << 20, 4096  # limit the time and memory that a forged size can cost
 #: The keys, with the types of their values. A dict must have exactly these keys.
 CONTENT: dict[str, Any] = {
@@ -33,7 +33,7 @@ CONTENT: dict[str, Any] = {
     "base_model": {
         "name": str,
         "revision": str | None,
-        "fingerprint": {"model_type": str, **dict.fromkeys(SIZES, int), "windowed_layers": list[int]},
+        "fingerprint": {"model_type": str, **dict.fromkeys(MODEL_SIZES, int), "windowed_layers": list[int]},
     },
     "gate": get_type_hints(GateConfig),
     "keep_rate": float | None,
@@ -106,7 +106,7 @@ def validate(file: Path, info: Any) -> dict[str, Any]:
     expect(0 <= (info["keep_rate"] or 0) <= 1, "keep_rate", info["keep_rate"], "a number from 0 to 1, or null")
     geometry = info["base_model"]["fingerprint"]
     sizes = {f"gate.{name}": value for name, value in info["gate"].items() if CONTENT["gate"][name] is int}
-    for name, value in (sizes | {f"fingerprint.{name}": geometry[name] for name in SIZES}).items():
+    for name, value in (sizes | {f"fingerprint.{name}": geometry[name] for name in MODEL_SIZES}).items():
         low, high = int("fingerprint" in name), MAX_LAYERS if "num_layers" in name else MAX_SIZE
         expect(low <= value <= high, name, value, f"a whole number from {low} to {high}")
     heads, kv_heads = geometry["num_heads"], geometry["num_kv_heads"]

@@ -70,7 +70,7 @@ def before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ..
     """Give the cache the name that the model knows, and let a step's products run in the threads of the kernels."""
     renamed, interceptor = with_cache_argument(type(model), kwargs), interceptor_in(kwargs)
     if interceptor is not None and not torch.compiler.is_compiling():
-        interceptor.padding = kwargs.get("attention_mask")
+        interceptor.token_mask = kwargs.get("attention_mask")
         token_inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
         threaded.begin([model, *interceptor.modules], next(x for x in token_inputs if isinstance(x, Tensor)))
     return None if renamed is kwargs else (args, renamed)
@@ -88,7 +88,7 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
     named = dict(with_cache_argument(type(decoder), named))
     own = named.get("attention_mask")
     if isinstance(own, dict):  # the masks of a model for images beside text
-        named["attention_mask"] = interceptor.padding
+        named["attention_mask"] = interceptor.token_mask
     _check_pass(decoder, named)
     interceptor.masks = looking_ahead(own) if isinstance(own, dict) else {}
     if interceptor.masks and (interceptor.seen_tokens or "gating" in named):
@@ -99,21 +99,21 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
     if "logits_to_keep" in named:  # with it Gemma 4 leaves out tokens that its last layers would read
         named["logits_to_keep"] = 0
     attachment: Any = decoder._ag_attachment
-    padding, cache = named.get("attention_mask"), cache_argument(type(decoder))
-    # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor has the padding
+    token_mask, cache = named.get("attention_mask"), cache_argument(type(decoder))
+    # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
     mask = named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
-    in_words = named.get("return_dict", getattr(decoder.config, "return_dict", True)) is not False
-    if not in_words:
+    returns_dict = named.get("return_dict", getattr(decoder.config, "return_dict", True)) is not False
+    if not returns_dict:
         named["return_dict"] = True  # the tuple is made at the end
 
-    padding, parts = interceptor.tokens if padding is None else padding, list[_Part]()
+    token_mask, parts = interceptor.tokens if token_mask is None else token_mask, list[_Part]()
     for columns, positions in interceptor.passes(named.pop("position_ids", None)):
         if interceptor.masks and parts:
             refuse_masks(decoder)
         arranged = Arranged(columns, positions, None)
         if attachment.hybrid:
             if columns is None:
-                arranged = as_they_came(positions, padding, tokens.shape[1])
+                arranged = as_they_came(positions, token_mask, tokens.shape[1])
             else:
                 arranged = right_aligned(columns, positions)
             named["attention_mask"] = masks_by_type(mask, arranged.valid)
@@ -133,7 +133,7 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
         if any(times != 1 for times in interceptor.attended):
             refuse_unreached(decoder, interceptor.attended)
     out = parts[0].output if parts[0].columns is None else _joined(parts, tokens)
-    return out if in_words else out.to_tuple()
+    return out if returns_dict else out.to_tuple()
 
 
 def _check_pass(decoder: Any, named: Mapping[str, Any]) -> None:

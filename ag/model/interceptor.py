@@ -93,7 +93,7 @@ class Interceptor(ABC):
     #: frequencies depend on it; None means that each row of the call is a text, whole.
     text_lengths: Tensor | None = None
     #: The attention mask that came to the model, ``[B, seen + T]``; None means that all columns are tokens.
-    padding: Any = None
+    token_mask: Any = None
     #: The model's own attention masks by type of layer, set only where tokens see later ones (the tokens of an image);
     #: empty where all attend causally.
     masks: Mapping[str, Tensor] = MappingProxyType({})

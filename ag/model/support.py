@@ -26,10 +26,8 @@ from ag.model.structure import (
     device_of,
 )
 
-TRIED, OTHER = (
-    (4, 2),
-    100.0,
-)  # tokens of the two parts of a text that tries states, and the size of states to start from
+PARTS = 4, 2  # tokens of the two parts of a text that tries whether states go on
+STATE_SCALE = 100.0  # size of the states that replace those of the first part
 PROBE_DISTANCE = 100  # positions between two queries
 TOLERANCE = 0.05  # share of a query's length that rounding may change
 
@@ -138,8 +136,8 @@ def check_rerotation(decoder: Any, positions: str) -> None:
 def states_go_on(decoder: Any) -> bool:
     """Tell whether layers that keep states go on from them in a pass of several tokens; Jamba's do not.
 
-    That is tried once for each kind of layers: the second part of a text must come out otherwise if the states of a
-    kind were others before it. The decoder is instrumented.
+    That is tried once for each kind of layers: if we change the states that the first part of a text left, the output
+    of the second part must change. The decoder is instrumented.
     """
     attachment = decoder._ag_attachment
     if attachment.goes_on is None:
@@ -150,8 +148,8 @@ def states_go_on(decoder: Any) -> bool:
 def _read_in_two_parts(decoder: Any) -> bool:
     """Tell whether the second part of a text depends on the states of each kind of layers."""
     config, device, draw = decoder.config, device_of(decoder), torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, sum(TRIED)), generator=draw).to(device)
-    token_positions, called = torch.arange(sum(TRIED), device=device)[None], cache_argument(type(decoder))
+    ids = torch.randint(config.vocab_size, (1, sum(PARTS)), generator=draw).to(device)
+    token_positions, called = torch.arange(sum(PARTS), device=device)[None], cache_argument(type(decoder))
 
     def read(part: slice, states: Cache) -> Tensor:
         inputs = {
@@ -163,8 +161,8 @@ def _read_in_two_parts(decoder: Any) -> bool:
         hidden: Tensor = decoder(**inputs).last_hidden_state
         return hidden
 
-    states, second_part = DynamicCache(config=config), slice(TRIED[0], None)
-    read(slice(TRIED[0]), states)
+    states, second_part = DynamicCache(config=config), slice(PARTS[0], None)
+    read(slice(PARTS[0]), states)
     want, types = read(second_part, copy.deepcopy(states)), dict[Any, list[int]]()
     for index, layer in enumerate(states.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -173,7 +171,7 @@ def _read_in_two_parts(decoder: Any) -> bool:
         other = copy.deepcopy(states)
         changed = [x for index in layers for x in getattr(other.layers[index], name).values() if x is not None]
         for x in changed:  # large, so that what follows moves by more than rounding
-            x.copy_(OTHER * torch.randn(x.shape, generator=draw))
+            x.copy_(STATE_SCALE * torch.randn(x.shape, generator=draw))
         if changed and torch.equal(read(second_part, other), want):
             return False
     return True

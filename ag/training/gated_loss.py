@@ -101,8 +101,8 @@ class GatedLoss(ABC):
     def unevictable(self, gating: Gating) -> Tensor:
         """Return ``[B, T']`` bool: the sinks, the first tokens of a prompt or document, which no gate evicts."""
         assert self.gates is not None
-        prompt, (batch, length) = gating.prompt, gating.prompt.shape
-        mask = sink_mask(prompt, self.gates.config.sink_tokens, batch, length, prompt.device, gating.first)
+        evictable, (batch, length) = gating.evictable, gating.evictable.shape
+        mask = sink_mask(evictable, self.gates.config.sink_tokens, batch, length, evictable.device, gating.first)
         return mask[:, : gating.counted().shape[1]]
 
     def over_all_layers(self, evicted: Tensor) -> Tensor:

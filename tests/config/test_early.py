@@ -13,7 +13,7 @@ from ag.commands.compare import CompareConfig
 from ag.commands.explain import ExplainConfig
 from ag.commands.plan import PlanConfig
 from ag.commands.serve import ServeConfig
-from ag.config import early
+from ag.config import Config, early
 from ag.config.command_line import parse
 from ag.config.exports import export_folder, missing_export_error, on_hub
 from ag.errors import UserError
@@ -159,7 +159,7 @@ def test_memory_is_that_of_the_machine_or_of_its_container(tmp_path, monkeypatch
 
 
 def test_missing_folders_and_exports():
-    """Unless machines of a cluster read them."""
+    """Unless machines of a cluster read them, or a checkpoint has the weights."""
     with refuses(UserError, "smollm3", "did you mean smollm2?"):
         early.check(ExplainConfig(gates="smollm3"))
     config = parse(["tasks=[ppl]", "roots.ppl=GONE", "cluster=ray://head:10001"], CompareConfig, "ag.compare").config
@@ -167,6 +167,9 @@ def test_missing_folders_and_exports():
     config.cluster = "local"
     with refuses(UserError, "roots=GONE", "no such folder"):
         early.check(config)
+    with refuses(UserError, "GONE: no such folder"):
+        early.check(Config(init="./GONE"))
+    early.check(Config(init="./GONE", resume="."))
 
 
 def test_where_an_export_may_be(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -269,5 +270,6 @@ def test_gates_alone_do_not_start_from_those_of_an_adapter_that_the_model_lacks(
     config = Config(train="gates", gate=gate, init=str(folder / "export"))
     with refuses(UserError, f"init={folder / 'export'}", "LoRA", "train=gates+lora"):
         run.make_gates(load(folder / "base"), config)
+    run.make_gates(load(folder / "base"), replace(config, init="GONE", resume="."))  # the checkpoint has the weights
     made = run.make_gates(load(folder / "merged"), config)
     assert all(map(torch.equal, made.parameters(), AttentionGates.from_pretrained(folder / "export").parameters()))
