@@ -91,7 +91,7 @@ class WarmupConfig:
     """A warm start of the gates: regression on attention statistics, then biases by measured costs."""
 
     regress_steps: int = key(0, "first steps that train the gates by regression; 0 means none", ge=0)
-    lr: float = key(3e-3, "peak learning rate of these steps (one cycle)", ge=0)
+    lr: float = key(3e-3, "peak learning rate of these steps: one cycle, which is 0 in the last step", ge=0)
     target: Literal["attention", "kvzip", "reread"] = key(
         "attention",
         "target of the gates for a key. attention: the attention of later queries to it; kvzip: the largest attention "

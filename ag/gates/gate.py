@@ -339,16 +339,19 @@ class AttentionGates(nn.Module):
     def keep(self, logits: Tensor) -> Tensor:
         """Return differentiable keep flags, float32, shaped like ``logits``, or raise a ``UserError``.
 
-        The straight-through estimator (Yin et al. 2019) has the value of the flags and the slope of the sigmoid. The
-        soft estimator adds logistic noise in training; the sigmoid is then a relaxed Bernoulli sample. Outside
-        training it returns the flags.
+        The soft estimator adds logistic noise in training; the sigmoid is then a relaxed Bernoulli sample. Outside
+        training, and by the other estimator, these are the flags with a straight-through gradient.
         """
         self.check_flags()
         if self.config.estimator == "soft" and self.training:
             uniform = torch.rand_like(logits).clamp_(1e-6, 1 - 1e-6)
             return self.probability(logits + torch.logit(uniform))
+        return self.straight_through(logits)
+
+    def straight_through(self, logits: Tensor) -> Tensor:
+        """Return the flags, float32, with the slope of the sigmoid (Yin et al. 2019), or raise a ``UserError``."""
         probability = self.probability(logits)
-        return (probability > self.config.threshold).float() + (probability - probability.detach())
+        return self.flags(logits).float() + (probability - probability.detach())
 
     def at(self, *, threshold: float | None = None, share: float | None = None) -> AttentionGates:
         """Return gates with another boundary; the weights are shared with these gates.

@@ -95,13 +95,14 @@ def token_kl(
 def sample_mean(values: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
     """Average the values ``[N]`` of tokens over each row (``rows`` ``[N]``), then over the rows that have tokens.
 
-    All samples weigh alike: a batch that is divided over ranks or accumulated gives the gradient of the whole batch.
-    Values of tokens that :func:`sample_labels` took from ``labels`` ``[B, T]`` are scaled up to the expectation of the
-    mean over all tokens.
+    All rows with tokens weigh alike: a batch that is divided over ranks gives the gradient of the whole batch. So does
+    an accumulated one, unless its parts differ in the number of rows with tokens. Values of tokens that
+    :func:`sample_labels` took from ``labels`` ``[B, T]`` are scaled up to the expectation of the mean over all tokens.
     """
     counts = (labels[:, 1:] != -100).sum(1)
     sums = values.new_zeros(len(labels)).index_add(0, rows, values)
-    mean = (sums / counts.clamp_min(1)).sum() / (counts > 0).sum().clamp_min(1)
+    num_rows = global_sum((counts > 0).sum()).clamp_min(1) / world_size()  # of a rank, in the mean
+    mean = (sums / counts.clamp_min(1)).sum() / num_rows
     return mean * (counts.sum().to(values.dtype) / max(len(values), 1))  # times 1 without sampling
 
 
@@ -122,8 +123,9 @@ def gate_means(gates: AttentionGates, gating: Gating) -> dict[Mean, Tensor]:
     Both are global means with the global mean's gradient; flags have the straight-through gradient.
     """
     counted = gating.counted()[:, None]
-    probability = torch.stack([gates.probability(logits) for logits in gating.logits.values()])
-    flags = (probability > gates.config.threshold).float() + (probability - probability.detach())
+    stacked = torch.stack([*gating.logits.values()])
+    probability = gates.probability(stacked)
+    flags = gates.straight_through(stacked)
     count = global_sum(counted.sum()) * probability.shape[0] * probability.shape[2]
 
     def mean(values: Tensor) -> Tensor:

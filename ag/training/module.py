@@ -40,7 +40,7 @@ def make_loss(config: Config, model: nn.Module, gates: AttentionGates | None) ->
 
 
 class GatedLM(L.LightningModule):
-    """Train gates and adapters with ``objective + alpha * |mean gate - beta|``, or with a share sampled for each batch.
+    """Train gates and adapters by one of LOSSES, after a warm start by regression if the configuration has one.
 
     Args:
         config: the whole configuration.
@@ -100,11 +100,10 @@ class GatedLM(L.LightningModule):
         accumulate = self.config.trainer.accumulate
         microbatch = batch_idx % accumulate
         for name, value in terms.values.items():
-            is_rank_local = name in ("loss", "regress_loss", f"{self.config.loss.objective}_loss")  # not averaged yet
-            in_progress_bar = name == "evicted" or (is_rank_local and name != "loss")
+            in_progress_bar = name in ("evicted", "regress_loss", f"{self.config.loss.objective}_loss")
             self._sums[name] = self._sums[name] + value if microbatch else value
-            mean = self._sums[name] / (microbatch + 1)
-            self.log(f"train/{name}", mean, batch_size=1, sync_dist=is_rank_local, prog_bar=in_progress_bar)
+            mean = (self._sums[name] / (microbatch + 1)).to(self.device)  # NCCL averages no tensor of the host
+            self.log(f"train/{name}", mean, batch_size=1, sync_dist=True, prog_bar=in_progress_bar)
         if accumulate == 1:
             return terms.loss
         # Lightning divides by trainer.accumulate even if the last step of an epoch has fewer batches
@@ -148,8 +147,9 @@ class GatedLM(L.LightningModule):
     def learning_rate(self, group: str, step: int) -> float:
         """Return the learning rate of ``gates`` or ``lora`` at an optimiser step of the run.
 
-        The regression warm start is one cycle for the gates (linear up over its first 30 %, cosine down) and 0 for the
-        adapters. Each group then warms up linearly to its peak, and keeps it or falls along a cosine to 0.
+        The regression warm start is one cycle for the gates (linear up over its first 30 %, cosine down to 0 in its
+        last step) and 0 for the adapters. Each group then warms up linearly to its peak, and keeps it or falls along a
+        cosine to 0.
         """
         optim, warm = self.config.optim, self.config.warmup
         if step < warm.regress_steps:

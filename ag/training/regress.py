@@ -49,11 +49,9 @@ class PromptRegression(GatedLoss):
         assert self.gates is not None
         warm, lengths = self.config.warmup, batch["prompt_length"]
         prompts = [self.replay.split_row(batch, row)[0] for row in range(len(lengths))]
-        mask = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-        gating = self.gating({"attention_mask": mask, "prompt_length": lengths}, open=True)
         logits = _pad([self.replay.gate_logits(prompt) for prompt in prompts])
         targets = _pad([torch.stack([x.targets[layer] for layer in x.hidden]) for x in prompts])
-        gating.logits = dict(zip(prompts[0].hidden, logits, strict=True))
+        gating = self.replay.open_gating(logits, lengths)
         repeated = gating.counted() & ~self.unevictable(gating)
         loss = losses.regression_loss(self.gates, logits, targets, repeated, warm.keep, warm.scale)
         return loss_terms(loss, {"regress_loss": loss}, *self.gate_measurements(gating))

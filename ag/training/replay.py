@@ -34,6 +34,7 @@ from ag.engine.reconstruction import measure_reconstruction
 from ag.errors import UserError
 from ag.files import replacing
 from ag.gates.gate import AttentionGates
+from ag.gates.gating import Gating
 from ag.model.geometry import shared_layers, sliding_windows
 from ag.model.hooks import instrument
 from ag.model.interceptor import AttentionCall, Interceptor
@@ -332,6 +333,14 @@ class ReplayLoss(GatedLoss):
         assert self.gates is not None
         return torch.stack([self.gates.layers[str(layer)](x[None])[0] for layer, x in prompt.hidden.items()])
 
+    def open_gating(self, logits: Tensor, lengths: Tensor) -> Gating:
+        """Return the gating of a dense pass over prompts: gate logits ``[L, B, Hkv, N]`` of prompts of B lengths."""
+        assert self.gates is not None
+        mask = torch.arange(logits.shape[-1], device=lengths.device) < lengths[:, None]
+        gating = self.gating({"attention_mask": mask, "prompt_length": lengths}, open=True)
+        gating.logits = dict(zip(self.gates.layer_indices, logits, strict=True))
+        return gating
+
     def keep_flags(self, logits: Tensor, share: float) -> Tensor:
         """Return the flags ``[L, Hkv, N]`` of a prompt under a share; see :func:`topk_flags`."""
         assert self.gates is not None
@@ -380,10 +389,9 @@ class ReplayValidation(Validation):
             for metric, value in zip(self.divergences, result.divergence, strict=True):
                 cast(MeanMetric, metric).update(value)
             ids = batch["input_ids"][row, None, : next(iter(result.logits.values())).shape[-1]]
-            prompt_batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros_like(ids)}
-            prompt_batch["prompt_length"] = torch.tensor([ids.shape[1]], device=ids.device)
-            gating = gated_loss.gating(prompt_batch, open=True)
-            gating.logits = {layer: x[None] for layer, x in result.logits.items()}
+            prompt_batch = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+            logits = torch.stack([*result.logits.values()])[:, None]
+            gating = gated_loss.open_gating(logits, torch.tensor([ids.shape[1]], device=ids.device))
             self._measure_gates(prompt_batch, gating, gating, keep_samples and len(self.sample_flags) < SAMPLES)
 
     def compute(self) -> dict[str, Tensor]:

@@ -104,11 +104,11 @@ class Validation(nn.Module):
         counted = gating.counted() & not_filler
         evicted = self.gated_loss.evicted(gating)
         self.evicted_share.update(evicted, counted)
-        probability = torch.stack([gates.probability(x) for x in gating.logits.values()])
-        probability = probability.movedim(0, -1)[counted[:, None].expand(probability.shape[1:])]
-        if len(probability):
-            self.soft.update(probability)
-            self.hard.update((probability > gates.config.threshold).float())
+        stacked = torch.stack([*gating.logits.values()])
+        logits = stacked.movedim(0, -1)[counted[:, None].expand(stacked.shape[1:])]
+        if len(logits):
+            self.soft.update(gates.probability(logits))
+            self.hard.update(gates.flags(logits).float())
         for logits in calibrating.logits.values():
             self.logit_counts.update(logits.mT[counted].flatten())
         if keep_samples:

@@ -131,6 +131,13 @@ def test_flag_is_a_strict_inequality_and_ste_has_the_sigmoid_slope():
     hold(logits.grad, slope(logits.double()), conditioned(slope, logits))
 
 
+def test_flags_in_training_are_those_of_inference():
+    """Also where the sigmoid of a logit above the boundary rounds to the threshold."""
+    gates = ag.AttentionGates(TINY, small(threshold=0.999999, bias=0.0))
+    logits = torch.linspace(gates.config.boundary - 0.2, gates.config.boundary + 0.2, 10_001)
+    assert torch.equal(gates.keep(logits).detach() > 0.5, gates.flags(logits))
+
+
 def test_soft_estimator_is_noisy_in_training_and_hard_outside():
     torch.manual_seed(0)
     config = small(bias=0.7, estimator="soft")

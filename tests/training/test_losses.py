@@ -147,6 +147,16 @@ def test_sample_mean_weighs_rows_alike():
     hold(values.grad, want, 2 * EPS * want)  # a half of a third
 
 
+def test_sample_mean_weighs_rows_of_all_ranks_alike(monkeypatch):
+    """Of two rows with loss on one rank, and one beside a row without loss on the other."""
+    monkeypatch.setattr(losses, "world_size", lambda: 2)
+    monkeypatch.setattr(losses, "global_sum", lambda local: torch.tensor(3))
+    labels = torch.tensor([[-100, 5], [-100, 5], [-100, 5], [-100, -100]])
+    first = losses.sample_mean(torch.tensor([1.0, 2.0]), torch.tensor([0, 1]), labels[:2])
+    second = losses.sample_mean(torch.tensor([6.0]), torch.tensor([0]), labels[2:])
+    assert float(first + second) / 2 == (1.0 + 2.0 + 6.0) / 3
+
+
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_the_mean_over_all_draws_is_the_mean_of_samples(count):
     """Of rows of 4, 3 and no tokens: the expectation, since each draw is as likely as another."""

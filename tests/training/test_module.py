@@ -408,7 +408,8 @@ def test_a_step_under_a_drawn_share(tiny_llama, objective, covers):
     loss = LossConfig(objective=objective, share_low=0.2, share_high=0.9)
     module = build(tiny_llama, train="gates+lora", gate={"covers": covers, "bias": 0.4}, loss=loss, lora_noise=0.1)
     module._trainer = SimpleNamespace(current_epoch=1, global_rank=0, global_step=0, _results=None)
-    data, base = batch(), tiny_llama()
+    module.log, log = lambda *given, sync_dist, **more: (averaged.add(sync_dist), log(*given, **more)), module.log
+    data, base, averaged = batch(), tiny_llama(), set()
     ag.attach(base, module.gates)
     said, shares, home = [], [], module.gates.config
     module.gates.config = replace(home, bias=1e3)  # every gate is open
@@ -433,6 +434,7 @@ def test_a_step_under_a_drawn_share(tiny_llama, objective, covers):
         assert module.logged["train/loss"] == got
         for name in ("train/gate_mean_hard", "train/gate_mean_soft", "train/evicted"):
             hold(module.logged[name], plain_loss.logged[name], bound, name)
+    assert averaged == {True}  # each rank has its own share
     assert shares[0] == shares[2] != shares[1]
     assert all(0.2 <= share <= 0.9 for share, _ in shares)
 
