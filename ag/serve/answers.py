@@ -11,12 +11,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from openai import BaseModel
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_choice import Logprobs
+from pydantic_core import to_json
 
 from ag.serve.errors import request_id
 from ag.serve.metrics import Metrics
@@ -31,14 +28,6 @@ logger = logging.getLogger("ag.serve")
 
 SILENCE_SECONDS = 15.0  # between two comments on a silent stream; proxies often close it after 30 or 60 seconds
 LOWEST = -9999.0  # OpenAI's log-probability of an impossible token: JSON has no infinity
-#: Types of answers, by their ``object``.
-ANSWERS: Mapping[str, type[BaseModel]] = {
-    "chat.completion": ChatCompletion,
-    "chat.completion.chunk": ChatCompletionChunk,
-    "text_completion": Completion,
-}
-
-T = TypeVar("T", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -51,6 +40,7 @@ class CompletionDelta:
     reason: Literal["stop", "length"] | None = None  # why the completion ended; None: it goes on
     prompt: tuple[Token, ...] | None = None  # prompt tokens, in the first delta only
     ag_fields: Mapping[str, Any] | None = None  # policy and kept share of the prompt, in the first delta only
+    stop_tokens: tuple[Token, ...] = ()  # tokens of a stop text that ``text`` leaves out, in the last delta only
 
 
 class CompletionStream:
@@ -83,18 +73,17 @@ class CompletionStream:
             metrics.observe(request_params_max_tokens=request.max_tokens)
 
     @property
-    def usage(self) -> CompletionUsage:
+    def usage(self) -> dict[str, Any]:
         """``usage`` of OpenAI's API: numbers of tokens so far. Its field ``ag`` says what the cache holds of them."""
         memory = Memory.of_all([stream.memory for stream in self._streams])
         streams = {id(prompt): stream for prompt, stream in zip(self._prompts, self._streams, strict=True)}
-        numbers = {
+        return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": sum(self._num_tokens),
             "total_tokens": self._prompt_tokens + sum(self._num_tokens),
             "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in streams.values())},
             "ag": {"kept_share": round(memory.kept_share, 4), "saved_bytes": memory.saved_bytes},
         }
-        return CompletionUsage.model_validate(numbers)
 
     def _receive(self, first_index: int, index: int, event: Event) -> None:
         """Queue an event of a prompt's completion ``index``. The scheduler's thread does not wait for the reader."""
@@ -148,11 +137,12 @@ class CompletionStream:
         """Return the last delta of a completion: the pending text without stop text, and its tokens."""
         stream, detokenizer = self._streams[index], self._streams[index].detokenizer
         text = "".join(token.text for token in tokens) + detokenizer.flush()
+        num_shown = len(tokens)
         if detokenizer.stopped:
-            tokens = [token for token in tokens if token.text_offset < detokenizer.num_released]
+            num_shown = sum(token.text_offset < detokenizer.num_released for token in tokens)
         reason: Literal["stop", "length"] = "stop" if stream.reason == "stop" or detokenizer.stopped else "length"
         self._metrics.record_end(reason, self._num_tokens[index])
-        return CompletionDelta(index, text, tuple(tokens), reason)
+        return CompletionDelta(index, text, tuple(tokens[:num_shown]), reason, stop_tokens=tuple(tokens[num_shown:]))
 
     async def collect(self) -> list[CompletionDelta]:
         """Return each completion as one delta."""
@@ -165,6 +155,7 @@ class CompletionStream:
                 deltas[0],
                 text="".join(delta.text for delta in deltas),
                 tokens=tuple(token for delta in deltas for token in delta.tokens),
+                stop_tokens=deltas[-1].stop_tokens,
                 reason=deltas[-1].reason,
             )
             for _, deltas in sorted(parts.items())
@@ -212,12 +203,12 @@ class CompletionWriter:
         first = self._chat and delta.index == 0
         return _event(self._json([self._choice(delta, text)], **(self._prompt_fields(delta) if first else {})))
 
-    def end_events(self, usage: CompletionUsage) -> str:
+    def end_events(self, usage: Mapping[str, Any]) -> str:
         """Return the last events of a stream, with the usage if requested."""
         with_usage = (self.params.stream_options or {}).get("include_usage")
         return (_event(self._json([], usage=usage)) if with_usage else "") + _event("[DONE]")
 
-    def full_json(self, completions: Sequence[CompletionDelta], usage: CompletionUsage) -> str:
+    def full_json(self, completions: Sequence[CompletionDelta], usage: Mapping[str, Any]) -> str:
         """Return the whole completions, with their usage."""
         choices = []
         for delta in completions:
@@ -231,16 +222,16 @@ class CompletionWriter:
 
     def _json(self, choices: Sequence[Any], kind: str = "chat.completion.chunk", **more_fields: Any) -> str:
         kind = kind if self._chat else "text_completion"
-        answer = ANSWERS[kind].model_validate(self._head | {"object": kind, "choices": choices, **more_fields})
-        return answer.model_dump_json(exclude_unset=True, warnings=False)  # of null where OpenAI's types have none
+        answer = self._head | {"object": kind, "choices": choices, **more_fields}
+        return to_json(answer, inf_nan_mode="null").decode()
 
     def _message_fields(self, delta: CompletionDelta) -> dict[str, Any]:
         if self._parsers is None:
             return {"content": delta.text} if delta.text else {}
         return self._parsers[delta.index].add(delta.text, last=delta.reason is not None)
 
-    def _choice(self, delta: CompletionDelta, text: dict[str, Any]) -> dict[str, Any] | CompletionChoice:
-        logprobs: dict[str, Any] | Logprobs | None = None
+    def _choice(self, delta: CompletionDelta, text: dict[str, Any]) -> dict[str, Any]:
+        logprobs: dict[str, Any] | None = None
         tokens = delta.tokens
         if isinstance(self.params, CompletionRequest) and self.params.echo:
             echo_length = sum(len(token.text) for token in delta.prompt or ())
@@ -255,8 +246,8 @@ class CompletionWriter:
         reason = "tool_calls" if has_calls and delta.reason == "stop" else delta.reason
         choice = {"index": delta.index, "logprobs": logprobs, "finish_reason": reason, **text}
         if self.params.return_token_ids:
-            choice["token_ids"] = [token.id for token in delta.tokens]
-        return choice if self._chat else unchecked(CompletionChoice, **choice, **self._prompt_fields(delta))
+            choice["token_ids"] = [token.id for token in (*delta.tokens, *delta.stop_tokens)]
+        return choice if self._chat else choice | self._prompt_fields(delta)
 
     def _prompt_fields(self, delta: CompletionDelta) -> dict[str, Any]:
         """Return the requested fields of the prompt: token ids and log-probabilities (as vLLM), kept share."""
@@ -289,14 +280,13 @@ class CompletionWriter:
 
         return {"content": [*map(with_top, tokens)]}
 
-    def _text_logprobs(self, tokens: Sequence[Token]) -> Logprobs:
-        return unchecked(
-            Logprobs,
-            tokens=[self._vocabulary.text(token.id) for token in tokens],
-            token_logprobs=[_finite(token.logprob) if token.rank else None for token in tokens],
-            top_logprobs=[self._top_logprobs(token) if token.rank else None for token in tokens],
-            text_offset=[token.text_offset for token in tokens],
-        )
+    def _text_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        return {
+            "tokens": [self._vocabulary.text(token.id) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) if token.rank else None for token in tokens],
+            "top_logprobs": [self._top_logprobs(token) if token.rank else None for token in tokens],
+            "text_offset": [token.text_offset for token in tokens],
+        }
 
     def _top_logprobs(self, token: Token) -> dict[str, float]:
         """Return the log-probabilities of the most probable tokens and the chosen token, by text.
@@ -310,11 +300,6 @@ class CompletionWriter:
             names.setdefault(self._vocabulary.text(token_id), token_id)
         texts = {token_id: text for text, token_id in names.items()}
         return {texts.get(token_id, f"token_id:{token_id}"): _finite(value) for token_id, value in values.items()}
-
-
-def unchecked(kind: type[T], **values: Any) -> T:
-    """Return an object of one of OpenAI's types, with null where validation refuses it, as in a text's delta."""
-    return super(BaseModel, kind).model_construct(**values)  # of pydantic: openai's takes 20 microseconds more
 
 
 def _event(data: str) -> str:

@@ -48,7 +48,7 @@ class RequestBuilder:
         self._vocabulary = scheduler.model.config.get_text_config().vocab_size
         self._grammars = Grammars(self._tokenizer, self._vocabulary, scheduler.end_tokens)
         self._calls = tool_call_format(self._tokenizer)
-        self._ruled_calls = tool_call_format(self._tokenizer, ruled=True)
+        self._calls_under_grammar = tool_call_format(self._tokenizer, with_grammar=True)
 
     def requests(self, params: GenerationRequest) -> list[EncodedPrompt]:
         """Return the requests of a chat or of texts, one per prompt."""
@@ -88,32 +88,28 @@ class RequestBuilder:
         if not all(0 <= first < end <= len(tokens) for first, end in protect):
             message = f"ag.protect: expected pairs such as [0, 40], within the {len(tokens)} tokens of the prompt."
             raise ApiError(400, message, "ag.protect")
-        max_tokens = self._max_tokens(params, len(tokens), param)
-        if params.min_tokens > max_tokens:
-            message = f"min_tokens={params.min_tokens}: expected at most {max_tokens}, the most tokens here."
-            raise ApiError(400, message, "min_tokens")
         chat = params if isinstance(params, ChatCompletionRequest) else None
         scored = [params.prompt_logprobs, params.num_logprobs if echo else None]
         values: dict[str, Any] = {name: getattr(params, name) for name in SamplingParams.model_fields}
         values |= {
             "tokens": tokens,
-            "max_tokens": max_tokens,
+            "max_tokens": self._max_tokens(params, len(tokens), param),
             "reserved": None if params.token_limit else RESERVED,
             "logit_bias": params.logit_bias,
             "stop": (params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
-            "continues": chat is None or chat.continue_final_message,
+            "prompt_text_goes_on": chat is None or chat.continue_final_message,
             "logprobs": params.num_logprobs,
             "prompt_logprobs": max((number for number in scored if number is not None), default=None),
             "policy": self._policy(params.ag.policy, params.ag.budget) if params.ag else None,
-            "kept": params.ag is not None,
-            "special": chat is not None and bool(chat.callable_tools) and self._calls is not None,
+            "report_kept_share": params.ag is not None,
+            "with_special_tokens": chat is not None and bool(chat.callable_tools) and self._calls is not None,
             "grammar": self._grammar(params, tokens),
             "protect": tuple((first, end) for first, end in protect),
             "wait_seconds": self._limits.wait_seconds,
             "answer_seconds": self._limits.answer_seconds,
         }
-        request = Request(**values)
         try:
+            request = Request(**values)
             self._scheduler.end_tokens_of(request)
         except UserError as error:
             raise ApiError(400, str(error), "min_tokens") from None
@@ -159,7 +155,7 @@ class RequestBuilder:
         """Return a factory of parsers for completions to a prompt. None: a completion is content only."""
         if not isinstance(params, ChatCompletionRequest) or not params.callable_tools:
             return None
-        calls = self._ruled_calls if params.rule or params.must_call_tool else self._calls
+        calls = self._calls_under_grammar if params.grammar_source or params.must_call_tool else self._calls
         if calls is None:
             return None
         tools = params.template_variables["tools"]
@@ -167,11 +163,11 @@ class RequestBuilder:
 
     def _grammar(self, params: GenerationRequest, tokens: Sequence[int]) -> Any:
         """Return a matcher of the grammar that completions to a prompt follow. None: free text."""
-        rule = params.rule
-        matcher = None if rule is None else self._compile_grammar(*rule)
+        source = params.grammar_source
+        matcher = None if source is None else self._compile_grammar(*source)
         chat = params if isinstance(params, ChatCompletionRequest) and params.callable_tools else None
         must_call = chat is not None and chat.must_call_tool
-        if rule is None and not must_call:
+        if source is None and not must_call:
             return None
         for name in ("ignore_eos", "min_tokens"):
             if getattr(params, name):
@@ -182,7 +178,8 @@ class RequestBuilder:
             param = "tool_choice" if must_call else "response_format"
             message = f"{param}: how the chat template writes calls is unknown here: leave it out, or the tools."
             raise ApiError(400, message, param)
-        content_schema, new_parser = None if must_call or rule is None else rule[2], self.output_parser(chat, tokens)
+        content_schema = None if must_call or source is None else source[2]
+        new_parser = self.output_parser(chat, tokens)
         thinks = new_parser is not None and new_parser().thinks
         special = self._scheduler.vocabulary.special
         grammar = self._calls.grammar(chat.callable_tools, content_schema, special, thinks)
@@ -222,7 +219,8 @@ class RequestBuilder:
             token_texts = [text[first:end] for first, end in pairwise([0, *starts[1:]])]
         else:
             self._check_tokens(text, param)
-            reader = Detokenizer(self._scheduler.vocabulary, Request(tokens=text, special=True, continues=False))
+            whole = Request(tokens=text, with_special_tokens=True, prompt_text_goes_on=False)
+            reader = Detokenizer(self._scheduler.vocabulary, whole)
             ids, token_texts = text, [reader.add(token) for token in text] if params.echo else []
             token_texts[-1:] = [token_text + reader.flush() for token_text in token_texts[-1:]]  # half a character
         offsets = accumulate(map(len, token_texts), initial=0)

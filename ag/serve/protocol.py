@@ -234,10 +234,10 @@ class GenerationParams(SamplingParams, RequestBody):
         ]
 
     @property
-    def rule(self) -> tuple[str, str, str] | None:
+    def grammar_source(self) -> tuple[str, str, str] | None:
         """Parameter, kind and text of the grammar that the completion follows. None: free text."""
-        for kind, rule in (self.structured_outputs or {}).items():
-            return f"structured_outputs.{kind}", kind, rule if isinstance(rule, str) else json.dumps(rule)
+        for kind, source in (self.structured_outputs or {}).items():
+            return f"structured_outputs.{kind}", kind, source if isinstance(source, str) else json.dumps(source)
         return None
 
 
@@ -267,8 +267,8 @@ class ChatCompletionRequest(GenerationParams):
         alone = schema is not None and (schema.type == "json_schema") != (schema.json_schema is not None)
         opens_anew = self.continue_final_message and self.add_generation_prompt
         in_variables = self.reasoning_effort is not None and "reasoning_effort" in self.chat_template_kwargs
-        ruled = self.structured_outputs is not None
-        ruled_twice = ruled and schema is not None and schema.type != "text"
+        with_grammar = self.structured_outputs is not None
+        two_grammars = with_grammar and schema is not None and schema.type != "text"
         known = f"expected the name of one of the tools, {', '.join(names):.200}"
         return [
             *super()._clashes(),
@@ -280,8 +280,12 @@ class ChatCompletionRequest(GenerationParams):
                 alone,
                 "json_schema and type='json_schema' go together; add the other, or leave both out",
             ),
-            ("response_format", ruled_twice, "excludes structured_outputs; leave one of them out"),
-            ("structured_outputs", ruled and self.callable_tools, "excludes calls of tools; leave one of them out"),
+            ("response_format", two_grammars, "excludes structured_outputs; leave one of them out"),
+            (
+                "structured_outputs",
+                with_grammar and self.callable_tools,
+                "excludes calls of tools; leave one of them out",
+            ),
             ("tool_choice", self.must_call_tool and not names, "needs tools; add them, or leave this out"),
             ("tool_choice", chosen is not None and chosen not in names, known),
         ]
@@ -311,10 +315,10 @@ class ChatCompletionRequest(GenerationParams):
         return not self.continue_final_message and self.add_generation_prompt is not False
 
     @property
-    def rule(self) -> tuple[str, str, str] | None:
+    def grammar_source(self) -> tuple[str, str, str] | None:
         """Parameter, kind and text of the grammar that the completion follows. None: free text."""
         if self.response_format is None or self.response_format.type == "text":
-            return super().rule
+            return super().grammar_source
         if (schema := self.response_format.json_schema) is None:
             return "response_format", "json", '{"type": "object"}'
         return "response_format.json_schema.schema", "json", json.dumps(schema.rules)

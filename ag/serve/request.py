@@ -1,4 +1,4 @@
-"""A request to continue a prompt, and the stream of its completion."""
+"""A request to continue a prompt, and the tokens of prompts and completions."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ class Request(SamplingParams):
     reserved: int | None = None
     logit_bias: Mapping[int, float] = {}  # added to the logits, by token
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # texts that end a completion; they are not part of it
-    continues: bool = True  # True: the prompt's text goes on; False: a new text, without a space before its first word
-    special: bool = False  # True if a completion's text includes special tokens
+    #: True: a completion goes on with the prompt's text. False: it is a new text, with no space before its first word.
+    prompt_text_goes_on: bool = True
+    with_special_tokens: bool = False  # True if a completion's text includes special tokens
     logprobs: Count | None = None  # number of most probable tokens to return per token; None: no log-probabilities
     policy: InstanceOf[Policy] | None = None  # None: the scheduler's policy
-    kept: bool = False  # True if the stream reports the kept share of the prompt
+    report_kept_share: bool = False  # True if the stream reports the kept share of the prompt
     #: The completion's grammar: an unused matcher of :class:`ag.serve.structured.Grammars`. None: free text.
     grammar: Any = None
     protect: tuple[tuple[int, int], ...] = ()  # half-open spans (start, end) of the prompt that are never evicted

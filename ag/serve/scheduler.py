@@ -442,7 +442,7 @@ class Scheduler:
             self.counts.prompts += len(prompt) - job.num_cached_tokens
             self.counts.cached += job.num_cached_tokens
             batch.admission.record_kept_share(job.cache, len(prompt))
-            kept_share = job.cache.kept_share() if first.request.kept else None
+            kept_share = job.cache.kept_share() if first.request.report_kept_share else None
             [memory] = memories(job.cache)
             for completion, allowed in zip(list(job.completions), masks.result(), strict=True):
                 stream = completion.stream

@@ -86,7 +86,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a scheduler after a step; ``waiting`` is current."""
+    """The state of a scheduler after a step; ``num_waiting`` is current."""
 
     num_waiting: int  # completions in the queue
     num_prefilling: int  # completions in prefill

@@ -67,14 +67,15 @@ class Detokenizer:
     """Turns the tokens of a request's completion into text, one token at a time.
 
     A character is released once it is complete. Bytes that cannot become a character are released as U+FFFD. Text that
-    may begin a stop text is pending until it cannot. A stop text that is a special token matches that token's id only.
+    may begin a stop text is pending until it cannot. A stop text that is a special token matches that token's id, and
+    the same characters in the text.
     """
 
     def __init__(self, vocabulary: Vocabulary, request: Request) -> None:
         self._vocabulary, self._request, special = vocabulary, request, vocabulary.special
-        self._special = {token: text.encode() for text, token in special.items()} if request.special else {}
+        self._special = {token: text.encode() for text, token in special.items()} if request.with_special_tokens else {}
         self._stop_tokens = {special[text]: text for text in request.stop if text in special}
-        self._min_tokens_left, self._at_start = request.min_tokens, not request.continues
+        self._min_tokens_left, self._at_start = request.min_tokens, not request.prompt_text_goes_on
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""  # text that is not released yet
         self.length = 0  # characters so far, pending characters included

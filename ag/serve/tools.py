@@ -87,18 +87,18 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, str], Mapping[str, Any]]] = {
 }
 
 
-def tool_call_format(tokenizer: Any, ruled: bool = False) -> ToolCallFormat | None:
+def tool_call_format(tokenizer: Any, with_grammar: bool = False) -> ToolCallFormat | None:
     """Return the format in which a tokenizer's chat template writes calls. None: it is unknown.
 
     The tokenizer's own response template takes precedence over its family's template.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        ruled: True if completions follow a grammar: then the text of an end token is part of the completion.
+        with_grammar: True if completions follow a grammar: then the text of an end token is part of the completion.
     """
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    ends = [re.escape(text) for text in ENDS if text in special and not ruled]
+    ends = [re.escape(text) for text in ENDS if text in special and not with_grammar]
     end = rf"\s*(?:{'|'.join(ends) or '(?!)'})"
     own = getattr(tokenizer, "response_template", None)
     family = next((family for pattern, family in FAMILIES.items() if re.search(pattern, template)), None)
@@ -136,10 +136,15 @@ class OutputParser:
         parts: dict[str, Any] = {}
         # letter by letter: the parts do not depend on how the text was cut, and an error keeps earlier parts
         for letter in [*text, None] if last else text:
+            parser, region_start = self._parser, self._parser._pos - len(self._parser._body)
             try:
                 self._read(letter, parts)
-            except (ValueError, KeyError):  # for example a call that is not JSON
-                unparsed = self._parser._buffer[self._num_emitted :]
+            except (ValueError, KeyError) as error:  # for example a call that is not JSON
+                body = parser._buffer[region_start : parser._pos]
+                if letter is not None and _ends_in_string(error) and body != parser._body:
+                    parser._body = body  # the text that ends a call was part of a string in it: the call goes on
+                    continue
+                unparsed = parser._buffer[self._num_emitted :]
                 no_calls = {"start_anchor_pattern": r"\A", "fields": {"content": {"close_pattern": self._end}}}
                 self._parser, self._num_emitted = ResponseParser(no_calls, prefix=""), 0
                 for text_part in [unparsed] if letter is not None else [unparsed, None]:
@@ -152,7 +157,10 @@ class OutputParser:
         for event in parser.finalize()[1] if text is None else parser.feed(text):
             field = event["field"]
             if event["type"] == "region_close" and field == "tool_calls":
-                calls = [*map(self._call, event["value"] if isinstance(event["value"], list) else [event["value"]])]
+                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                if not all(isinstance(value["function"]["name"], str) for value in values):
+                    raise ValueError("the name of a call is no text")
+                calls = [*map(self._call, values)]
                 parts.setdefault(field, []).extend(calls if self._parallel else [x for x in calls if x["index"] < 1])
             elif event["type"] == "region_chunk" and not event["dirty"]:
                 parts[field] = parts.get(field, "") + event["text"]
@@ -170,3 +178,9 @@ class OutputParser:
             "type": "function",
             "function": {"name": function["name"], "arguments": text},
         }
+
+
+def _ends_in_string(error: Exception) -> bool:
+    """Return whether a text was no JSON because it ended in a string."""
+    cause = error.__cause__
+    return isinstance(cause, json.JSONDecodeError) and cause.msg.startswith("Unterminated string")

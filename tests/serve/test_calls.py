@@ -141,6 +141,23 @@ def test_what_the_template_writes_of_a_call_is_read_as_that_call(step):
 
 
 @pytest.mark.parametrize("step", [1, 7, 999])
+def test_arguments_may_have_the_text_that_ends_a_call(step):
+    calls = [
+        {"name": "rain", "arguments": {"town": text}} for text in ("</tool_call>", '"</tool_call></tool_call>\\', "")
+    ]
+    text = "I look." + "\n".join(written(tokenizer_of("hermes"), call) for call in calls)
+    assert divided("hermes", text, step) == ({"content": "I look."}, calls)
+
+
+def test_a_call_without_a_name_is_content_of_an_answer(served, monkeypatch):
+    made, text = served("hermes"), '<tool_call>{"name": null, "arguments": {}}</tool_call>'
+    saying(monkeypatch, made.tokenizer, text)
+    with asked(made, answer_tokens=300) as (client, *_):
+        choice = both(client)
+    assert (choice.finish_reason, choice.message.content, called(choice)) == ("stop", text, [])
+
+
+@pytest.mark.parametrize("step", [1, 7, 999])
 @pytest.mark.parametrize(
     ("family", "text"),
     [
@@ -148,6 +165,12 @@ def test_what_the_template_writes_of_a_call_is_read_as_that_call(step):
         ("hermes", 'Well: <tool_call>{"name": rain}</tool_call>'),
         ("hermes", 'Well: <tool_call>{"name": "rain"}</tool_call> so'),
         ("hermes", '<tool_call>\n{"name": "rain", "argu'),
+        ("hermes", '<tool_call>{"name": "rain</tool_call> so <tool_call>{"name": "rain", "arguments": {}}</tool_call>'),
+        *(
+            ("hermes", f'<tool_call>{{"name": {name}, "arguments": {{}}}}</tool_call>')
+            for name in ("null", "5", '["rain"]')
+        ),
+        ("mistral before 11", '[TOOL_CALLS][{"name": "rain", "arguments": {}}, {"name": null, "arguments": {}}]'),
         ("mistral", "Dry [1]."),
         ("llama", '{"name": "Bob", "age": 3}'),
         ("llama", 'So: {"name": "rain", "parameters": {}}'),

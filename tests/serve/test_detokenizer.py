@@ -39,8 +39,9 @@ KINDS = {
 }
 
 
-def reader(vocabulary, stop=(), continues=False, **fields):
-    return Detokenizer(vocabulary, Request(tokens=[7], stop=tuple(stop), continues=continues, **fields))
+def reader(vocabulary, stop=(), **fields):
+    fields = {"prompt_text_goes_on": False} | fields
+    return Detokenizer(vocabulary, Request(tokens=[7], stop=tuple(stop), **fields))
 
 
 def given(text, *stops):
@@ -87,7 +88,7 @@ def test_any_tokens_become_the_text_of_their_bytes(kind):
     vocabulary, draw = Vocabulary(tokenizer), random.Random(0)
     for _ in range(40):
         tokens = drawn(draw)
-        made, text, said = reader(vocabulary, continues=True), "", b""
+        made, text, said = reader(vocabulary, prompt_text_goes_on=True), "", b""
         for token in tokens:
             text, said = text + made.add(token), said + says(token)
             assert text == codecs.getincrementaldecoder("utf-8")("replace").decode(said), tokens
@@ -123,7 +124,7 @@ def test_a_continuation_begins_with_its_space():
     backend = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "<unk>": 2}, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
     vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend))
-    begins, goes_on = reader(vocabulary), reader(vocabulary, continues=True)
+    begins, goes_on = reader(vocabulary), reader(vocabulary, prompt_text_goes_on=True)
     assert [begins.add(1), begins.add(0), goes_on.add(1)] == ["b", " a", " b"]
 
 

@@ -159,7 +159,9 @@ def test_a_budget_of_one_token_is_not_that_of_everything(tiny_llama, tiny_tokeni
     model = model_for(tiny_llama, "h2o")
     scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
     requests = [
-        Request(tokens=text(random.Random(0), 40), max_tokens=6, policy=ag.policy("h2o", budget), kept=True)
+        Request(
+            tokens=text(random.Random(0), 40), max_tokens=6, policy=ag.policy("h2o", budget), report_kept_share=True
+        )
         for budget in (1.0, 1)
     ]
     streams = [stream for request in requests for stream in scheduler.submit(request)]

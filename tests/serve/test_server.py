@@ -156,10 +156,20 @@ def test_what_else_ends_an_answer(tiny, client):
     assert later.token_ids[:place] == ids[:place] and ids[place] not in later.token_ids[place : place + 2]
     text = said(ids)
     stop, end = text[5:7], text.index(text[5:7]) + 2
+    fields |= {"stop": stop}
+    whole = client.completions.create(**fields, logprobs=0, extra_body={"return_token_ids": True})
+    [choice], count = whole.choices, whole.usage.completion_tokens
+    assert choice.token_ids == ids[:count] and (choice.text, said(choice.token_ids)[:end]) == (
+        text[: end - 2],
+        text[:end],
+    )
+    assert choice.logprobs.text_offset[-1] < len(choice.text)  # those of the stop text have none
+    pieces = client.completions.create(**fields, stream=True, extra_body={"return_token_ids": True})
+    assert [token for piece in pieces for token in piece.choices[0].token_ids] == choice.token_ids
     more = {"include_stop_str_in_output": True}
-    pieces = client.completions.create(**fields, stop=stop, stream=True, extra_body=more)
+    pieces = client.completions.create(**fields, stream=True, extra_body=more)
     assert "".join(piece.choices[0].text for piece in pieces) == text[:end]
-    [later] = client.completions.create(**fields, stop=stop, extra_body=more | {"min_tokens": 25}).choices
+    [later] = client.completions.create(**fields, extra_body=more | {"min_tokens": 25}).choices
     assert later.text.startswith(said(ids[:25]))
 
 
@@ -271,6 +281,7 @@ def test_half_a_character_at_the_end_of_a_prompt(fallback):
         ({"n": 65}, "n", ["65", "64"]),
         ({"ag": {"protect": [[0, 9]]}}, "ag.protect", ["[0, 40]", "5 tokens"]),
         ({"prompt": "x" * 400, "max_tokens": 90, "n": 4}, "max_tokens", ["pool", "shorten"]),
+        ({"min_tokens": 5}, "min_tokens", ["5", "at most max_tokens=4"]),
     ],
 )
 def test_refused_parameters(client, change, param, words):
