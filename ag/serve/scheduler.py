@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -31,6 +32,10 @@ from ag.serve.sampler import Sampler, with_logprobs
 from ag.serve.snapshot import Counts, Running, Snapshot, cached_tokens, memories
 from ag.serve.stream import Detokenizer, Event, Stream, Vocabulary
 from ag.serve.structured import Masks, advance
+
+#: Smallest number of tokens that a pass over a prompt counts for in ``prefill_tokens``: reading the weights once takes
+#: the time of tens of tokens, and many short prompts would delay the running completions.
+MIN_PASS_TOKENS = 64
 
 
 class QueueFullError(UserError):
@@ -137,7 +142,8 @@ class Scheduler:
         spec: the policy of requests without their own policy, or its text; see :func:`ag.policy`.
         pool: holds the keys and values of all requests.
         budget: tokens per KV head, or a share of each prompt, if ``spec`` is a text.
-        prefill_tokens: largest number of prompt tokens between two steps of the batch.
+        prefill_tokens: largest number of prompt tokens between two steps of the batch; a shorter prompt counts for
+            ``MIN_PASS_TOKENS``.
         batch: largest number of completions in the batch.
         queue: largest number of queued requests.
         prompt_lookup: largest number of draft tokens of a step, for all completions of a policy together. Prompt lookup
@@ -170,6 +176,7 @@ class Scheduler:
         #: Largest number of tokens of a sequence. None: no limit.
         self.context_length: int | None = getattr(text_config, "max_position_embeddings", None)
         self._clock, self._indices = clock, count()
+        self._last_step_at = -math.inf  # seconds of the clock at the beginning of the last step
         self._new_batch = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
         self._default_batch = self._new_batch(self.policy)
         self._batches = {repr(self.policy): self._default_batch}  # budgets of 1 token and of 1.0, a share, are equal
@@ -208,7 +215,7 @@ class Scheduler:
 
         Raises:
             QueueFullError: when the queue is full.
-            StoppedError: when the scheduler has stopped or failed.
+            StoppedError: when the scheduler stops, has stopped or has failed.
             UserError: for a request that is too long for the pool or the context.
         """
         policy = self.policy if request.policy is None else request.policy.with_tokenizer(self.tokenizer)
@@ -235,8 +242,8 @@ class Scheduler:
         # taken now: another thread may remove completions from the list later
         streams = [completion.stream for completion in completions]
         with self._lock:
-            if self._stop_error is not None:
-                raise self._stop_error
+            if self._stopping:
+                raise self._stop_error or StoppedError("the scheduler is stopping: ask another one, or start it again.")
             if len(self._waiting) >= self.queue:
                 raise QueueFullError(f"{len(self._waiting)} requests wait, and the queue is full: try again later.")
             batch = self._batches.setdefault(repr(policy), batch)
@@ -318,16 +325,18 @@ class Scheduler:
     @torch.no_grad()
     def step(self) -> None:
         """Prefill up to ``prefill_tokens`` prompt tokens, then decode a token of each running completion."""
+        started_at = self._clock()
         self._end_cancelled()
         tokens = self.prefill_tokens
         while tokens > 0 and (job := self._prefill_job or self._admit()):
-            tokens -= self._prefill_chunk(job, tokens)
+            tokens -= max(self._prefill_chunk(job, tokens), MIN_PASS_TOKENS)
         for batch in [*self._batches.values()]:
             if batch.running:
                 self._decode(batch)
         if len(self._batches) > 1:
             self._drop_unused()
         self._publish_snapshot()
+        self._last_step_at = started_at
 
     def _drop_unused(self) -> None:
         """Drop batches of policies without completions, except the scheduler's own policy."""
@@ -650,7 +659,12 @@ class Scheduler:
                 reason, error = None, self._stop_error
         elif completion.stream.cancelled:
             reason = "cancelled"
-        elif waiting and not completion.num_generated and seconds > request.wait_seconds:
+        elif (
+            waiting
+            and not completion.num_generated
+            and completion.submitted_at <= self._last_step_at  # a step could have admitted it
+            and seconds > request.wait_seconds
+        ):
             error = QueueTimeoutError(f"no token came within {request.wait_seconds} seconds: ask again later.")
         elif seconds <= request.answer_seconds:
             return False

@@ -15,7 +15,7 @@ from ag.errors import UserError
 from ag.serve import Request, Scheduler
 from ag.serve.admission import BlockNeed
 from ag.serve.sampler import processors
-from ag.serve.scheduler import QueueFullError
+from ag.serve.scheduler import MIN_PASS_TOKENS, QueueFullError, QueueTimeoutError, StoppedError
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 from tests.support.served import alone, finish, options, read, text
@@ -340,6 +340,54 @@ def test_answers_that_end_before_submit_returns(tiny_llama, tiny_tokenizer):
     assert [len(read(stream)) for stream in scheduler.submit(Request(tokens=[7, 8], max_tokens=2, n=2))] == [2, 2]
 
 
+def test_many_short_prompts_do_not_stall_a_running_answer(tiny_llama, tiny_tokenizer):
+    model, passes = model_for(tiny_llama, "full"), 3
+    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20), prefill_tokens=passes * MIN_PASS_TOKENS)
+    [running] = scheduler.submit(Request(tokens=[7] * 9, max_tokens=99, ignore_eos=True))
+    scheduler.step()
+    for _ in range(4 * passes):
+        scheduler.submit(Request(tokens=[7, 8], max_tokens=1))
+    for steps in range(1, 5):
+        before = scheduler.counts.tokens
+        scheduler.step()
+        assert scheduler.counts.num_ended["length"] == steps * passes
+        assert scheduler.counts.tokens - before == passes + 1  # one is of the running answer
+    running.cancel()
+    finish(scheduler)
+
+
+def test_a_request_that_may_not_wait_is_answered_if_it_need_not(tiny_llama, tiny_tokenizer):
+    """However long the scheduler takes to begin its next step."""
+    model, now = model_for(tiny_llama, "full"), [0.0]
+    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20), batch=1, clock=lambda: now[0])
+    streams = []
+    for _ in range(2):
+        streams += scheduler.submit(Request(tokens=[7, 8], max_tokens=4, ignore_eos=True, wait_seconds=0))
+        now[0] += 1
+    for _ in range(2):
+        scheduler.step()
+        now[0] += 1
+    assert streams[0].reason is None and streams[1].reason == "timeout"
+    finish(scheduler)
+    assert len(read(streams[0])) == 4
+    with refuses(QueueTimeoutError, "0 seconds"):
+        read(streams[1])
+
+
+def test_a_scheduler_that_stops_takes_no_request(tiny_llama, tiny_tokenizer):
+    """Which nothing would answer. Those that it has are answered, unless it stops for a reason."""
+    model = model_for(tiny_llama, "full")
+    scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
+    [stream] = scheduler.submit(Request(tokens=[7, 8], max_tokens=4, ignore_eos=True))
+    for reason, words in (("", "stopping"), ("the end", "the end")):
+        scheduler.stop(reason)
+        with refuses(StoppedError, words):
+            scheduler.submit(Request(tokens=[7, 8]))
+        if not reason:
+            scheduler.run()
+            assert len(read(stream)) == 4
+
+
 def test_what_is_refused(tiny_llama, tiny_tokenizer):
     model = model_for(tiny_llama, "full")
     pool = ag.Pool(model, 2**18)
@@ -372,7 +420,7 @@ def test_snapshots(tiny_llama, tiny_tokenizer):
     model, draw, now = model_for(tiny_llama, "h2o"), random.Random(6), [10.0]
     pool = ag.Pool(model, 2**22)
     scheduler = Scheduler(
-        model, tiny_tokenizer, ag.policy("h2o", 24, "every"), pool, prefill_tokens=50, batch=2, clock=lambda: now[0]
+        model, tiny_tokenizer, ag.policy("h2o", 24, "every"), pool, prefill_tokens=72, batch=2, clock=lambda: now[0]
     )
     for tokens in (40, 70, 30):
         scheduler.submit(Request(tokens=text(draw, tokens), max_tokens=9))
