@@ -22,7 +22,7 @@ from ag.engine.block_pool import Pool
 from ag.engine.cache_state import CacheState
 from ag.engine.forward_pass import ForwardPass
 from ag.engine.policy import Option, Policy, policy
-from ag.engine.report import Report, layer_nbytes, report, share_held, visible_token_indices
+from ag.engine.report import Report, layer_nbytes, over_budget, report, share_held, visible_token_indices
 from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
@@ -162,8 +162,7 @@ class EvictionCache(Cache):
     @property
     def over_budget(self) -> Tensor:
         """``[B]`` bool on the CPU: sequences that hold more than the budget because they protect more."""
-        noted = None if self.state.evictor is None else self.state.evictor.budgets.over_budget
-        return torch.zeros(len(self.state.sequences), dtype=torch.bool) if noted is None else noted
+        return over_budget(self.state)
 
     @property
     def scoring_seconds(self) -> float:

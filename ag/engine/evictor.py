@@ -38,7 +38,7 @@ class KeepCounts(NamedTuple):
     """How many tokens n layers keep of each sequence, computed on the host."""
 
     kept: Tensor  # [n, B, Hkv] long on the host
-    keep_count: Tensor  # [R] int32, as the kernel reads it: of R = n B Hkv rows, in a counted step of all L B Hkv
+    keep_count: Tensor  # [n B Hkv] int32 for the kernel; in a counted step [L B Hkv], of all layers
     sinks_recent: Tensor  # [2, B] long: protected first and newest tokens
     evicting: Tensor  # [B] bool, sequences to evict from
 

@@ -23,7 +23,7 @@ class ForwardBatch:
     """The next tokens of each sequence on their way through the layers, left-aligned: column j is the j-th new one.
 
     Attributes:
-        token indices: ``[B, T]`` long on the device, the place of each token in its sequence; -1 where there is none.
+        token_indices: ``[B, T]`` long on the device, the index of each token in its sequence; -1 for padding.
         columns: ``[B, T]`` long, the column of each among the tokens of the model's call, -1 where there is none; None
             means that column j is token j.
         counts: ``[B]`` long on the host, new tokens.

@@ -159,10 +159,10 @@ class Layer:
             valid = batch.token_indices >= 0 if batch.padded else None
             arguments = placed.q, placed.k, placed.v, gate, valid, call.scaling, recent
             return gated_prefill(*arguments, window=call.window, softmax=call.softmax), None, placed
-        free = batch.step and call.window is None and recent is None  # a new token sees all that is held
+        sees_all_held = batch.step and call.window is None and recent is None
         needs = None if evictor is None or not batch.step or call.shared else evictor.needs[batch.is_prefill]
         weigh = needs is not None and needs.step_weights and (batch.evicting is not None or bool(needs.every_query))
-        query_indices = None if free else batch.token_indices
+        query_indices = None if sees_all_held else batch.token_indices
         options = call.scaling, call.window, recent, call.softmax, weigh
         out, weights = paged_attention(placed.q, pages, query_indices, *options)
         return out, weights, placed

@@ -19,8 +19,7 @@ def check_mask_width(num_given: int, columns: int, num_seen: int) -> None:
         raise UserError(
             f"model.generate was given {num_given} tokens and an attention_mask of {columns} columns, and this cache "
             f"has seen {num_seen}: expected a mask of {num_given} columns for the whole text, or of "
-            f"{num_seen + num_given} where "
-            "these are the new tokens alone."
+            f"{num_seen + num_given} where these are the new tokens alone."
         )
     if num_seen and columns <= num_seen:
         raise UserError(
@@ -100,10 +99,12 @@ def marked(spans: Sequence[Any]) -> Tensor:
 
 
 def check_protected(marks: Tensor, old_marks: Tensor | None, decided: Tensor) -> None:
-    """Refuse marks ``[B, L]`` on tokens that were decided on without protection (``before``).
+    """Refuse new marks on tokens about which an eviction was already decided.
 
-    ``decided`` ``[B]`` is how many first tokens of each sequence were decided on; None before means that none was
-    protected.
+    Args:
+        marks: ``[B, L]`` bool, the new marks.
+        old_marks: ``[B, L']`` bool, the marks at that time. None: no token was protected.
+        decided: ``[B]``, how many first tokens of each sequence were decided on.
     """
     late = marks & (torch.arange(marks.shape[1]) < decided[:, None])
     if old_marks is not None:

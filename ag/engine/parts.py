@@ -25,7 +25,8 @@ def cut(first: Tensor, last: Tensor, *sizes: int | None) -> Iterator[tuple[Tenso
 def in_turn(parts: Iterable[Part], goes_on: bool | None) -> Iterator[Part]:
     """Cut parts for layers that keep states, which read the columns of a pass in turn.
 
-    The sequences of a pass have equal numbers of tokens, or no states yet: padding before a text leaves them empty.
+    Each pass takes equally many tokens from every sequence, except from sequences that begin: padding before a text
+    leaves their states empty.
 
     Args:
         parts: the parts.

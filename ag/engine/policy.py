@@ -141,9 +141,9 @@ def policy(
 
     Args:
         spec: ``SCORER[:PATH][+WRAPPER][@ALLOCATOR]``, see :class:`ag.config.spec.PolicySpec`. Scorers: full,
-            streaming_llm, h2o, scissorhands, tova, snapkv, cake, expected_attention, keydiff, kvzip, knorm, random,
-            ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones, of a folder or the hub), and
-            ``flags`` or ``flags:PATH``: those gates, whose flags decide. Wrappers: vatp, caote, fastcaote,
+            streaming_llm, h2o, scissorhands, tova, snapkv, rkv, cake, expected_attention, keydiff, kvzip, knorm,
+            random, ``gates`` (those attached to the model) or ``gates:PATH`` (exported ones, of a folder or the hub),
+            and ``flags`` or ``flags:PATH``: those gates, whose flags decide. Wrappers: vatp, caote, fastcaote,
             criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads,
             global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake without one for
             ``cake@preference``, kvzip for ``kvzip@global``, gates with a budget for ``gates@global``, and gates

@@ -124,7 +124,7 @@ class SharedPromptPass(Interceptor):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend once, and hand the result to each cache."""
         output = call.dense(None, left_padded=False)  # blocks are left-aligned
-        shared_results = PrecomputedAttention(**vars(call), output=output)
+        known_call = PrecomputedAttention(**vars(call), output=output)
         for cache in self.caches:
-            cache.interceptor.attend(shared_results)
+            cache.interceptor.attend(known_call)
         return output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -74,19 +74,24 @@ class Report:
 
 def report(state: CacheState, kinds: Mapping[str, Tensor]) -> Report:
     """Return the report of a cache; see :meth:`ag.engine.cache.EvictionCache.report`."""
-    layers, evictor = range(len(state.layers)), state.evictor
-    over_budget = None if evictor is None else evictor.budgets.over_budget
+    visible = [visible_token_indices(state, layer) for layer in range(len(state.layers))]
     return Report(
         policy=repr(state.setup.policy),
         tokens=int(state.sequences.num_tokens.sum()),
-        over_budget=0 if over_budget is None else int(over_budget.sum()),
-        kept=[(visible_token_indices(state, layer) >= 0).sum((0, 2)).tolist() for layer in layers],
+        over_budget=int(over_budget(state).sum()),
+        kept=[(token_indices >= 0).sum((0, 2)).tolist() for token_indices in visible],
         nbytes=layer_nbytes(state),
         seconds=[layer.watch.seconds for layer in state.layers],
         plain_nbytes=sum(_plain_nbytes(state, layer) for layer in state.layers),
         state_nbytes=0 if state.states is None else state.states.nbytes,
-        kinds={name: _share_of(state, name, columns) for name, columns in kinds.items()},
+        kinds={name: _share_of(state, visible, name, columns) for name, columns in kinds.items()},
     )
+
+
+def over_budget(state: CacheState) -> Tensor:
+    """Return the sequences that hold more than the budget because they protect more, ``[B]`` bool on the CPU."""
+    noted = None if state.evictor is None else state.evictor.budgets.over_budget
+    return torch.zeros(len(state.sequences), dtype=torch.bool) if noted is None else noted
 
 
 def visible_token_indices(state: CacheState, layer: int) -> Tensor:
@@ -126,8 +131,11 @@ def _plain_nbytes(state: CacheState, layer: Layer) -> int:
     return len(state.sequences) * columns * number * (key + value) * state.setup.pool.dtype.itemsize
 
 
-def _share_of(state: CacheState, name: str, columns: Tensor) -> float:
-    """Return the share of the tokens in some columns ``[B, T]`` bool that is held, over all layers and heads."""
+def _share_of(state: CacheState, visible: Sequence[Tensor], name: str, columns: Tensor) -> float:
+    """Return the share of the tokens in some columns ``[B, T]`` bool that is held, over all layers and heads.
+
+    ``visible`` are the layers' :func:`visible_token_indices`.
+    """
     valid, num_columns = state.sequences.mask, state.sequences.columns
     if columns.ndim != 2 or len(columns) != len(valid) or columns.shape[1] > num_columns:
         raise UserError(
@@ -140,8 +148,8 @@ def _share_of(state: CacheState, name: str, columns: Tensor) -> float:
     counted.scatter_(1, token_indices.where(token_indices >= 0, num_columns), True)
     counted[:, -1] = False  # the last column took all others, and stands for free slots
     num_held = 0
-    for layer in range(len(state.layers)):
-        visible = visible_token_indices(state, layer)
-        num_held += int(counted.to(visible.device).gather(1, visible.where(visible >= 0, num_columns).flatten(1)).sum())
+    for token_indices in visible:
+        column = token_indices.where(token_indices >= 0, num_columns).flatten(1)
+        num_held += int(counted.to(column.device).gather(1, column).sum())
     total = int(counted.sum()) * sum(store.kv_heads for store in state.layer_stores)
     return num_held / total if total else 1.0

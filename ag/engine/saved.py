@@ -162,11 +162,12 @@ def _check_base(file: Path, saved_base: Mapping[str, Any], model_base: Mapping[s
     """Refuse a model of another geometry or data type."""
     pairs = {"dtype": (saved_base["dtype"], model_base["dtype"])}
     pairs |= {name: (saved_base["fingerprint"].get(name), x) for name, x in model_base["fingerprint"].items()}
-    for name, (wanted, saved_value) in pairs.items():
-        if wanted != saved_value:
+    for name, (saved_value, model_value) in pairs.items():
+        if saved_value != model_value:
             raise UserError(
-                f"{file}: the cache was made for a model with {name}={wanted!r} ({saved_base['name'] or 'no name'}), "
-                f"and this one has {saved_value!r}; load that model, in that data type."
+                f"{file}: the cache was made for a model with {name}={saved_value!r} "
+                f"({saved_base['name'] or 'no name'}), and this one has {model_value!r}; load that model, in that data "
+                "type."
             )
 
 

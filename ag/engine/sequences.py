@@ -125,8 +125,7 @@ class SequenceState:
             if mask.ndim != 2 or mask.shape != (batch, num_columns + length):
                 raise UserError(
                     f"attention_mask {tuple(mask.shape)}: expected {(batch, num_columns + length)}, one entry for each "
-                    "token "
-                    "seen and coming; for another text call cache.reset() first."
+                    "token seen and coming; for another text call cache.reset() first."
                 )
             check_past(mask, self.mask)
             new = mask[:, num_columns:].bool().to(device)
@@ -301,9 +300,9 @@ class SequenceState:
                 f"so far, and {self.policy!r} evicts after all of them: expected tokens after the prompt; call "
                 "cache.reset(), and read another prompt."
             )
-        num_removed = left < self.evicted_at
-        if bool(num_removed.any()):
-            row = int(num_removed.long().argmax())
+        too_far = left < self.evicted_at
+        if bool(too_far.any()):
+            row = int(too_far.long().argmax())
             raise UserError(
                 f"crop: sequence {row} would have {int(left[row])} tokens, and some of its first "
                 f"{int(self.evicted_at[row])} were evicted, which cannot come back: crop at most "

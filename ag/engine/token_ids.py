@@ -19,7 +19,7 @@ class TokenIds:
         self.announced: Tensor | None = None
 
     def announce(self, tokens: Tensor | None, num_seen: int) -> None:
-        """Note the coming text ``[B, T]``, whole; its first ``seen`` columns were read; None means that it is unknown.
+        """Note the coming text ``[B, T]``, of which the first ``num_seen`` columns were read; None: it is unknown.
 
         A text that does not begin with the text that was read is refused.
         """

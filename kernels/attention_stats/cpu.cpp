@@ -40,8 +40,8 @@ struct Room {
       : q(call.dim * QUERIES), e(call.length * QUERIES), most((call.length + TILE - 1) / TILE * QUERIES) {}
 };
 
-// A block of queries: each sees token_indices above `low` and up to `at`, and counts for token_indices up to `last`. The arrays have a
-// number for each query, `lanes` in use.
+// A block of queries, of which `lanes` are in use. Query i sees tokens with low[i] < index <= at[i], and adds to the
+// statistic of tokens with index <= last[i] alone.
 struct Block {
   int64_t lanes;
   int32_t at[QUERIES], low[QUERIES], last[QUERIES];
@@ -77,7 +77,7 @@ void gather(Block& block, float* s, int64_t count) {
 
 // The statistic of one key over a block, whose weights are the exponentials e times `shares`.
 template <int KIND>
-float paid(const Block& block, const float* e, const float* shares, int32_t token_index, bool all_count) {
+float key_statistic(const Block& block, const float* e, const float* shares, int32_t token_index, bool all_count) {
   Lanes found = {};
   for (int64_t lane = 0; lane < block.lanes; lane += LANES) {
     Lanes a = load(e + lane) * load(shares + lane);
@@ -146,7 +146,7 @@ void take(const Call& call, const float* q, const float* k, const int32_t* at, c
     const bool all_count = spans[n].high <= block.all_count_to;
     for (int64_t t = n * TILE; t < std::min(n * TILE + TILE, call.length); ++t) {
       if (token_indices[t] < 0) continue;
-      const float found = paid<KIND>(block, room.e.data() + t * QUERIES, shares, token_indices[t], all_count);
+      const float found = key_statistic<KIND>(block, room.e.data() + t * QUERIES, shares, token_indices[t], all_count);
       if constexpr (KIND == MAX) out[t] = std::max(out[t], found);
       else out[t] += found;
     }

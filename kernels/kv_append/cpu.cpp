@@ -52,11 +52,12 @@ void put(const Column& c, const char* fresh, int64_t at, std::vector<float>& roo
 
 }  // namespace
 
-// k, v [B, heads, T, ...] with strides in bytes (three of k, three of v), contiguous in the last dimension; said [B,
-// heads, T] of `gate_bytes` each, null without a gate column; token_indices [B, T], below 0 if a token is not written.
+// k, v [B, heads, T, ...] with strides in bytes (three of k, three of v), contiguous in the last dimension; gate_values
+// [B, heads, T] of `gate_bytes` each, null without a gate column; token_indices [B, T], below 0 if a token is not
+// written.
 extern "C" void kv_append(const Pages* into, char* gate, int64_t gate_bytes, const char* k, const char* v,
-                          const int64_t* strides, const char* said, const int64_t* token_indices, int64_t heads, int64_t tokens,
-                          int64_t threads) {
+                          const int64_t* strides, const char* gate_values, const int64_t* token_indices, int64_t heads,
+                          int64_t tokens, int64_t threads) {
   const Pages& pages = *into;
   const int64_t some = pages.rows * tokens < 1024 ? 1 : threads;  // starting threads costs more than few copies
 #pragma omp parallel for num_threads(some) schedule(static)
@@ -71,7 +72,7 @@ extern "C" void kv_append(const Pages* into, char* gate, int64_t gate_bytes, con
       put(pages.keys, k + b * strides[0] + h * strides[1] + t * strides[2], at, room);
       put(pages.values, v + b * strides[3] + h * strides[4] + t * strides[5], at, room);
       pages.token_indices[at] = static_cast<int32_t>(token_index);
-      if (gate) std::memcpy(gate + at * gate_bytes, said + (row * tokens + t) * gate_bytes, gate_bytes);
+      if (gate) std::memcpy(gate + at * gate_bytes, gate_values + (row * tokens + t) * gate_bytes, gate_bytes);
       ++length;
     }
     pages.lengths[row] = static_cast<int32_t>(length);

@@ -61,7 +61,10 @@ class Candidates:
         return self.score.isfinite().sum(-1).amax(1)
 
     def keep(self, count: Tensor) -> Tensor:
-        """Return the mask of the best ``count`` ``[B]`` or ``[B, Hkv]`` tokens of each head of ``evicting``."""
+        """Return the mask of the best ``count`` ``[B]`` or ``[B, Hkv]`` tokens of each head of ``evicting``.
+
+        If there is a second score, the first one chooses ``count * first_share`` of them, and the second one the rest.
+        """
         count = count.view(len(count), -1).expand(self.score.shape[:2])
         count = count.where(self.evicting[:, None], self.score.shape[-1])
         if self.second is None:
