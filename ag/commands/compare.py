@@ -97,7 +97,7 @@ class CompareConfig(SharedModel, SharedBudgets, LoadingConfig):
             UserError: names a policy, a budget or an option that cannot be used, and the fix.
         """
         budgets, specs = [parse_budget(budget) for budget in self.budgets], self.specs
-        options = {self.called.get(name, name): values for name, values in self.policy_options.items()}
+        options = {self.table_names.get(name, name): values for name, values in self.policy_options.items()}
         for name in options:
             if name not in specs:
                 suggestion = nearest(name, [*specs, *self.policies])
@@ -119,12 +119,12 @@ class CompareConfig(SharedModel, SharedBudgets, LoadingConfig):
         _ = self.plans
 
     @property
-    def called(self) -> dict[str, str]:
-        """The name of each policy in tables, by its text."""
+    def table_names(self) -> dict[str, str]:
+        """Names of the policies in tables, by the text that the user wrote."""
         return dict(zip(self.policies, self.specs, strict=True))
 
     @property
-    def held(self) -> list[KVDtype]:
+    def ordered_kv_dtypes(self) -> list[KVDtype]:
         """The types of keys and values, float first: other caches are compared with the first full cache."""
         return sorted(self.kv_dtypes, key=lambda form: form != "float")
 
@@ -134,8 +134,8 @@ class CompareConfig(SharedModel, SharedBudgets, LoadingConfig):
         return base_model(self, self.model)
 
 
-def stored(name: str, kv_dtype: str) -> str:
-    """Return the name in tables of a policy that stores keys and values in a type."""
+def name_with_kv_dtype(name: str, kv_dtype: str) -> str:
+    """Return a policy's name in tables, which ends with the type if keys and values are not floats."""
     return name if kv_dtype == "float" else f"{name} {kv_dtype}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ag.commands.compare import CompareConfig, stored
+from ag.commands.compare import CompareConfig, name_with_kv_dtype
 from ag.commands.shared import SharedBudgets
 from ag.config import Config, ModelConfig
 from ag.config.command_line import main_from_schema
@@ -90,7 +90,7 @@ def translate(config: EvaluateConfig) -> Preset:
             retry=True,
         ),
         {
-            stored(label, kv_dtype): stored(name, kv_dtype)
+            name_with_kv_dtype(label, kv_dtype): name_with_kv_dtype(name, kv_dtype)
             for kv_dtype in config.kv_dtypes
             for label, name in zip(specs_by_name(list(listed)), listed.values(), strict=True)
         },

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ag.commands.compare import CompareConfig, Plan, stored
+from ag.commands.compare import CompareConfig, Plan, name_with_kv_dtype
 from ag.commands.shared import KVDtype
 from ag.config.keys import nearest
 from ag.engine import Policy, policy
@@ -129,7 +129,9 @@ class Cell:
 
 def list_cells(config: CompareConfig) -> list[Cell]:
     """Return the cells, task by task. Names and values are checked here, before a model is loaded."""
-    policies = [_labelled_policy(plan, kv_dtype, config) for kv_dtype in config.held for plan in config.plans]
+    policies = [
+        _labelled_policy(plan, kv_dtype, config) for kv_dtype in config.ordered_kv_dtypes for plan in config.plans
+    ]
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
     local = checksums(config.model)  # another model may be written into its folder
@@ -176,7 +178,8 @@ def _labelled_policy(plan: Plan, kv_dtype: KVDtype, config: CompareConfig) -> tu
             )
     options: dict[str, Any] = {} if config.positions == "original" else {"positions": config.positions}
     options |= {} if kv_dtype == "float" else {"kv_dtype": kv_dtype}
-    return stored(plan.name, kv_dtype), policy(plan.spec, plan.budget, plan.schedule, **options | plan.options)
+    options |= plan.options
+    return name_with_kv_dtype(plan.name, kv_dtype), policy(plan.spec, plan.budget, plan.schedule, **options)
 
 
 def _task(name: str, config: CompareConfig) -> Task:

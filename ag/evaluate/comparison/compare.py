@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from pandas import DataFrame
 from rich.console import Console
 
-from ag.commands.compare import CompareConfig, stored
+from ag.commands.compare import CompareConfig, name_with_kv_dtype
 from ag.commands.report import ReportConfig
 from ag.config.command_line import Invocation
 from ag.config.recipes import dump
@@ -64,9 +64,9 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
         finished = run_missing_cells(config, cells, folder, console, command)
     # an earlier command may have given a policy another label
     shown = [_renamed(finished.pop(cell.key), label=cell.label, policy=repr(cell.policy)) for cell in cells]
-    kv_dtype = next(iter(config.held), "float")
+    kv_dtype = next(iter(config.ordered_kv_dtypes), "float")
     names = config.baseline, config.mine or config.policies[-1]
-    baseline, my_policy = (stored(config.called.get(name, name), kv_dtype) for name in names)
+    baseline, my_policy = (name_with_kv_dtype(config.table_names.get(name, name), kv_dtype) for name in names)
     hidden = [f"{other.summary.task}: {other.summary.name}" for other in finished.values()]
     comparison = Comparison(shown, folder.path, baseline, my_policy, _data(config.root, config.roots), hidden)
     (folder.path / "config.yaml").write_text(dump(config))

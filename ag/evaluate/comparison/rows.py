@@ -20,8 +20,8 @@ from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import POSITION
 
 Row = Any  # a row of Comparison.rows, with its columns as attributes; what was not measured is NaN
-SPARE = 0.02  # largest difference of two kept shares that count as equal, as a share of the prompt
-OF_SHARE = 0.2  # and relative to the smaller share, which is stricter for small shares
+MAX_SHARE_DIFFERENCE = 0.02  # of two kept shares that count as equal, as a share of the prompt
+MAX_RELATIVE_DIFFERENCE = 0.2  # of these, relative to the smaller one: stricter for small shares
 NOT_COMPARED = "Not compared with each other, because their kept shares differ:"
 #: Types of columns by the annotations of a summary's fields; all others hold objects.
 KINDS: dict[Any, type] = {"float": float, "float | None": float, "int | None": float, "int": int, "bool": bool}
@@ -226,7 +226,8 @@ def same_kept_share(row: Row, other: Row) -> bool:
 
 def shares_agree(share: float, other: float) -> bool:
     """Whether two kept shares count as equal: they differ by at most 2 % of the prompt and a fifth of the smaller."""
-    return abs(share - other) <= min(SPARE, OF_SHARE * min(share, other)) + 1e-9  # 0.27 - 0.25 is a little over 0.02
+    largest = min(MAX_SHARE_DIFFERENCE, MAX_RELATIVE_DIFFERENCE * min(share, other))
+    return abs(share - other) <= largest + 1e-9  # 0.27 - 0.25 is a little over 0.02
 
 
 def percent(share: float) -> str:

@@ -26,7 +26,7 @@ from ag.data.sources import DataError, Record, Source, check_fields, local_folde
 from ag.data.tokens import tokenize, tokenize_after
 from ag.errors import UserError, need
 from ag.evaluate.tasks.base import LeftOut, Sample
-from ag.evaluate.tasks.questions import SPARE, QuestionTask
+from ag.evaluate.tasks.questions import EXTRA_ANSWER_TOKENS, QuestionTask
 
 HUB, ARCHIVE = "zai-org/LongBench", "data.zip"
 FIELDS: dict[str, type | tuple[type, ...]] = {"input": str, "context": str, "answers": list, "length": int}
@@ -74,7 +74,7 @@ class LongBench(QuestionTask):
 
         max_prompt = max_tokens - subset.max_new_tokens
         # a text that was cut in the middle may have a few more tokens when tokenised again
-        longest = self.max_length or max_prompt - (len(encode(around(""))) if chat else 0) - SPARE
+        longest = self.max_length or max_prompt - (len(encode(around(""))) if chat else 0) - EXTRA_ANSWER_TOKENS
         if longest < 2:
             raise UserError(
                 f"Task {self.name} generates {subset.max_new_tokens} tokens, which leaves no room for a prompt in the "

@@ -19,7 +19,7 @@ from ag.evaluate.tasks.base import PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import end_tokens, greedy, score
 
 FLOOR = 0.1
-SPARE = 8  # tokens by which an answer may be longer than the longest right answer
+EXTRA_ANSWER_TOKENS = 8  # tokens by which an answer may be longer than the longest right answer
 
 
 class TextSample(NamedTuple):
@@ -81,7 +81,7 @@ class QuestionTask(PromptTask):
             prompt,
             question=question,
             answers=answers,
-            max_new_tokens=max(map(len, answers)) + SPARE if max_new_tokens is None else max_new_tokens,
+            max_new_tokens=max(map(len, answers)) + EXTRA_ANSWER_TOKENS if max_new_tokens is None else max_new_tokens,
             references=text_sample.references,
             tags={**tags, "question": self.question},
         )

@@ -29,7 +29,7 @@ from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, PositiveInts, Sample, Tags
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
-from ag.evaluate.tasks.questions import SPARE, QuestionTask, TextSample
+from ag.evaluate.tasks.questions import EXTRA_ANSWER_TOKENS, QuestionTask, TextSample
 
 NOISE = (
     "The street is quiet this morning.",
@@ -132,7 +132,7 @@ class Generated(QuestionTask):
 
         num_answer = 0
         if self.generate is None:
-            num_answer = max(map(len, tokenize_after(tokenizer, build(self.min_units).answers))) + SPARE
+            num_answer = max(map(len, tokenize_after(tokenizer, build(self.min_units).answers))) + EXTRA_ANSWER_TOKENS
         if variant.length + num_answer > max_tokens:
             return None
         room = variant.length - (self.generate or 0)

@@ -21,7 +21,7 @@ from ag.evaluate.tasks.follow import end_tokens
 from ag.evaluate.tasks.questions import FLOOR
 from ag.evaluate.tasks.solutions import Decoded, SolutionTask, decode
 
-SPARE = 16  # tokens by which a solution may be longer than the right solution
+EXTRA_SOLUTION_TOKENS = 16  # tokens by which a solution may be longer than the right solution
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Worked(SolutionTask):
         for index in range(self.problems):
             problem = generate(self.seed, "test", index, self.solution_min, self.solution_max, self.kind)
             [row] = encode(tokenizer, [problem], 1 << 20)
-            prompt, longest = row.tokens[: row.prompt_length].tolist(), len(row.tokens) + SPARE
+            prompt, longest = row.tokens[: row.prompt_length].tolist(), len(row.tokens) + EXTRA_SOLUTION_TOKENS
             max_solution = longest - len(prompt)
             sample = Sample(f"{problem.kind}-{index}", prompt, max_new_tokens=max_solution, parts=[problem])
             yield sample if longest <= max_tokens else "too long"
