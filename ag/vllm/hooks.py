@@ -12,7 +12,9 @@ from ag.config.spec import PolicySpec
 from ag.engine.policy import Policy
 from ag.errors import UserError
 from ag.gates import export
+from ag.gates.adapters import MERGED
 from ag.gates.folder import check_base
+from ag.gates.manifest import ADAPTER_FILES
 from ag.vllm.gate_operator import NAME as OPERATOR
 from ag.vllm.settings import CACHE_TYPES, KEY, PROTECT, Settings, protected_tokens
 
@@ -205,10 +207,18 @@ def check_gates(config: Any, settings: Settings) -> None:
 
     Raises:
         ExportError: the gates were made for another geometry.
+        UserError: the model lacks the adapter that the gates were trained with.
     """
-    spec = PolicySpec.parse(settings.policy)
+    spec, model = PolicySpec.parse(settings.policy), config.model_config
     if spec.path is not None:
-        check_base(export.local(spec.path), export.read_info(spec.path), config.model_config.hf_text_config)
+        info = export.read_info(spec.path)
+        check_base(export.local(spec.path), info, model.hf_text_config)
+        adapter = info["sha256"].get(ADAPTER_FILES[1])
+        if adapter is not None and getattr(model.hf_config, MERGED, None) != adapter:
+            raise UserError(
+                f"ag in vLLM: the gates of {spec.path} were trained together with a LoRA adapter, which {model.model} "
+                "lacks: serve the model that it is merged into (export.merge=true)."
+            )
     if not isinstance(config.additional_config, dict) or KEY not in config.additional_config:
         settings_given = {"policy": settings.policy, "budget": settings.budget, **json.loads(settings.options)}
         config.additional_config = {**(config.additional_config or {}), KEY: settings_given}

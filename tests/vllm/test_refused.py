@@ -5,7 +5,12 @@ import os
 import pytest
 
 from ag.errors import UserError
+from ag.gates import export
+from ag.gates.adapters import MERGED
 from ag.gates.export import ExportError
+from ag.gates.manifest import ADAPTER_FILES
+from ag.vllm import hooks
+from ag.vllm.settings import Settings
 from tests.support.refused import refuses
 
 pytest.importorskip("vllm", reason="needs vLLM: bash scripts/vllm_env.sh test")
@@ -54,6 +59,17 @@ def test_schedules_beside_prefixes_and_drafts(smollm2):
 def test_gates_of_another_model(smollm2):
     with refuses(ExportError, "load the base of the gates"):
         config(smollm2, {"gates": "qwen2.5-coder-0.5b", "budget": 0.3})
+
+
+def test_gates_whose_adapter_the_model_lacks(smollm2, monkeypatch):
+    """A model that it is merged into has its hash in the configuration."""
+    engine, settings, info = config(smollm2), Settings.parse({"ag": GATES}, {}), export.read_info("smollm2")
+    trained = info | {"sha256": info["sha256"] | {ADAPTER_FILES[1]: "0123"}}
+    monkeypatch.setattr(export, "read_info", lambda _: trained)
+    with refuses(UserError, "LoRA adapter", "export.merge=true"):
+        hooks.check_gates(engine, settings)
+    setattr(engine.model_config.hf_config, MERGED, "0123")
+    hooks.check_gates(engine, settings)
 
 
 def test_release_and_runner(smollm2, monkeypatch):
