@@ -80,12 +80,12 @@ def test_batches_are_what_each_text_is_alone(tiny_llama, tiny_tokenizer, tmp_pat
 
 
 def test_each_text_of_a_batch_says_whether_more_is_protected_than_its_budget(tiny_llama, tiny_tokenizer):
-    """Half of the shorter prompts is less than the window, half of the longer ones is not; texts end one by one."""
+    """Half of the shorter prompts is less than the window, half of the longer ones is not; the last ends first."""
     task, loaded = load(tiny_tokenizer, limit=4, batch=4, **SHORT)
     halves = [len(sample.prompt) // 2 for sample in loaded.samples]
     window = sorted(halves)[2]
     assert min(halves) < window
-    samples = [replace(sample, max_new_tokens=number + 1) for number, sample in enumerate(loaded.samples)]
+    samples = [replace(sample, max_new_tokens=4 - number) for number, sample in enumerate(loaded.samples)]
     with pytest.warns(BudgetWarning):
         outcomes = task.run(tiny_llama(), tiny_tokenizer, [ag.policy("snapkv", 0.5, window=window)], samples)
         assert [outcome.over_budget for _, outcome in outcomes] == [half < window for half in halves]
