@@ -27,9 +27,9 @@ from ag.evaluate.choice import SharesTest, Trial, least_loss, policies_allowed, 
 from ag.evaluate.comparison.cells import VERSIONS, list_cells
 from ag.evaluate.comparison.work import Worker
 from ag.evaluate.tasks import Outcome, Sample, Task
-from ag.serve.admission import REQUEST
 
 NOTHING = 1  # exit code if nothing holds
+REQUEST = 4096  # tokens of a request that is counted on a card
 USABLE = 0.85  # part of a card for weights and caches, as in plans
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -64,7 +64,7 @@ class Candidate:
         return fmean(self.costs)
 
     def requests(self, room: float) -> int:
-        """Return the number of requests of so many tokens as :data:`REQUEST` whose keys and values fit into bytes."""
+        """Return the number of requests of 4,096 tokens whose keys and values fit into bytes."""
         return max(0, int(room // (self.kv_bytes / self.tokens * REQUEST)))
 
 
