@@ -148,18 +148,18 @@ class ForwardPass(Interceptor):
         """Refuse a forward pass before it begins, where the pool has no room for its tokens ``[B, T]`` bool."""
         stores, sequences, policy = self.state.stores, self.state.sequences, self.setup.policy
         counts = new.sum(1).cpu()
-        uniform = isinstance(policy.allocator, Uniform)  # else a row may hold more than its budget
-        if policy.block is not None and not sequences.ready and uniform:  # a chunk is evicted before the next one comes
-            block = policy.block
+        uneven, block = False, None if sequences.ready else policy.block
+        if block is not None:  # a chunk is evicted before the next one comes
+            uneven = not isinstance(policy.allocator, Uniform)
             capacity = 0 if policy.budget is None else policy.capacity(sequences.prompt_len)
             until_evicted = (block - sequences.num_tokens % block).maximum(capacity + block - sequences.num_held)
             counts = counts.minimum(until_evicted)
         # keys that are rotated again are written anew
         evicts = self.setup.rotation is not None or sequences.may_evict(counts)
         # fewer copies are needed once nothing else refers to the blocks
-        if not self.setup.pool.has(lambda: sum(store.blocks_needed(counts, evicts) for store in stores)):
+        if not self.setup.pool.has(lambda: sum(store.blocks_needed(counts, evicts, uneven) for store in stores)):
             sequences.undo_extend(new)
-            needed = sum(store.blocks_needed(counts, evicts) for store in stores)
+            needed = sum(store.blocks_needed(counts, evicts, uneven) for store in stores)
             raise self.setup.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
 
     # ---- passes

@@ -181,13 +181,22 @@ class KVStore:
         _write_table(self.block_table[layers], table_indices(owned, owned + need), new_blocks)
         owned += need
 
-    def blocks_needed(self, tokens: Tensor, evicts: bool = False) -> int:
+    def blocks_needed(self, tokens: Tensor, evicts: bool = False, uneven: bool = False) -> int:
         """Return the most blocks that a pass of ``tokens`` ``[B]`` new tokens takes before its eviction.
 
-        If an eviction is due (``evicts``), shared blocks are copied.
+        Args:
+            tokens: ``[B]`` long on the CPU.
+            evicts: whether an eviction is due; then shared blocks are copied.
+            uneven: whether earlier evictions of the pass may leave some rows more tokens than now, and others fewer.
         """
         wide = tokens[:, None] * self.layer_mask
-        new_blocks = (-(-(self.lengths_cpu + wide) // self.block_size) - self.block_counts).clamp_min(0)
+        lengths, block_counts = self.lengths_cpu + wide, self.block_counts
+        if uneven:  # at worst the last block of each row has one token
+            lengths, block_counts = (x.sum((0, 2)) for x in (lengths, block_counts))
+            lengths += int(self.layer_mask.sum()) * self.kv_heads * (self.block_size - 1)
+            new_blocks = (lengths // self.block_size - block_counts).clamp_min(0)
+        else:
+            new_blocks = (-(-lengths // self.block_size) - block_counts).clamp_min(0)
         _, copied = self._copied(
             slice(None),
             0 if evicts else self.lengths_cpu // self.block_size,
