@@ -42,7 +42,7 @@ class Gates(Scorer):
     recent_share: float | None = None
     trained_recent: int = field(default=0, metadata=DERIVED)
     trained_sinks: int = field(default=0, metadata=DERIVED)
-    needs = Needs(gate_logits=True, age=True, steady=True)
+    needs = Needs(gate_logits=True, key_indices=True, steady=True)
     reads_gates: ClassVar[bool] = True
     default_allocator: ClassVar[str] = "global"  # as the flags, which have one boundary for all heads
 
@@ -64,7 +64,8 @@ class Gates(Scorer):
         """Return the logit, or the log of a token's remaining worth."""
         if not inputs.log_retention:
             return inputs.gate_logits
-        return inputs.gate_logits.clamp_max(0.0) * (inputs.age + 2)  # the log of 1 if no gate ran
+        age = inputs.lengths[:, None, None] - 1 - inputs.key_indices
+        return inputs.gate_logits.clamp_max(0.0) * (age + 2)  # the log of 1 if no gate ran
 
     def weight(self, inputs: ScorerInputs, score: Tensor) -> Tensor:
         """Return the probability, or the log of a token's remaining worth."""
