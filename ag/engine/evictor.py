@@ -197,9 +197,9 @@ class Evictor:
         if sequences is None:
             return score
         for name, record in shown_records.items():
-            whole = records[name] if name in records else record.new_zeros(len(reader.lengths), *record.shape[1:])
-            whole, record = equally_many_rows(whole, record)
-            records[name] = whole.index_copy(0, sequences, record)
+            all_rows = records[name] if name in records else record.new_zeros(len(reader.lengths), *record.shape[1:])
+            all_rows, record = equally_many_rows(all_rows, record)
+            records[name] = all_rows.index_copy(0, sequences, record)
         return score.new_zeros(reader.cached.shape).index_copy(0, sequences, score)
 
     def end_pass(self, batch: ForwardBatch) -> None:

@@ -219,8 +219,8 @@ class RequestBuilder:
             token_texts = [text[first:end] for first, end in pairwise([0, *starts[1:]])]
         else:
             self._check_tokens(text, param)
-            whole = Request(tokens=text, with_special_tokens=True, prompt_text_goes_on=False)
-            reader = Detokenizer(self._scheduler.vocabulary, whole)
+            request = Request(tokens=text, with_special_tokens=True, prompt_text_goes_on=False)
+            reader = Detokenizer(self._scheduler.vocabulary, request)
             ids, token_texts = text, [reader.add(token) for token in text] if params.echo else []
             token_texts[-1:] = [token_text + reader.flush() for token_text in token_texts[-1:]]  # half a character
         offsets = accumulate(map(len, token_texts), initial=0)

@@ -332,11 +332,11 @@ def _regressed_layer(
     config: Config, model: Outline, length: float, layer: LayerOutline, gate: Mapping[str, Matrix] | None
 ) -> _Layer:
     """Count a layer whose gate has a graph of its own: the backward pass ends at the gate's input."""
-    whole, ungated = _layer(config, model, length, layer, gate), _layer(config, model, length, layer, None)
-    return whole._replace(
-        saved=whole.saved - ungated.saved,
-        copies=whole.copies - ungated.copies,
-        backward=whole.backward - ungated.backward,
+    gated, ungated = _layer(config, model, length, layer, gate), _layer(config, model, length, layer, None)
+    return gated._replace(
+        saved=gated.saved - ungated.saved,
+        copies=gated.copies - ungated.copies,
+        backward=gated.backward - ungated.backward,
     )
 
 
