@@ -23,6 +23,7 @@ class Collator:
     - ``input_ids`` ``[B, T]`` int64, ``attention_mask`` ``[B, T]`` bool (True on real tokens),
     - ``labels`` ``[B, T]`` int64: the token if it carries loss, else -100; not shifted, as the loss shifts them,
     - ``prompt_length`` ``[B]`` int64: absent for packed plain text,
+    - ``context_length`` ``[B]`` int64: with contexts that several rows share only,
     - ``copied`` ``[B, 2]`` int64: with repeated chunks only, the first column that is repeated and one past the last,
     - ``document_start`` ``[B, T]`` int64: with ``end`` only, the column where the token's document begins. A document's
       first token then carries no loss, as the tokens before it belong to another document,
@@ -66,6 +67,8 @@ class Collator:
             batch["document_start"] = torch.from_numpy(np.maximum.accumulate(columns, axis=1))
         if rows[0].prompt_length is not None:
             batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows])
+        if rows[0].context_length is not None:
+            batch["context_length"] = torch.tensor([row.context_length for row in rows])
         if rows[0].copied is not None:
             batch["copied"] = torch.tensor([row.copied for row in rows])
         if rows[0].answer is not None:
@@ -77,4 +80,5 @@ class Collator:
         """Return a row with the fields of ``like`` that no loss or metric counts: its only token has no predecessor."""
         answer = None if like.answer is None else Answer(question=-1, choice=0, target=-1)
         copied, prompt = None if like.copied is None else (0, 0), None if like.prompt_length is None else 1
-        return Row(np.array([self.pad_id], dtype=np.int32), prompt, answer, copied=copied)
+        context = None if like.context_length is None else 1
+        return Row(np.array([self.pad_id], dtype=np.int32), prompt, answer, copied=copied, context_length=context)

@@ -1,6 +1,7 @@
-"""Rows of a context and a response: a chunk of the context, the text after it, or an answer by a fact or rule in it.
+"""Rows of a context and a response: a chunk of the context, a continuation, or an answer by a fact or rule in it.
 
-Several rows share a context: with ``loss.replay`` a model reads it once for all of them.
+Several rows share a context: with ``loss.replay`` a model reads it once for all of them. A continuation may begin
+inside of the context, as what a causal model has read of a text begins with what it has read of the text's beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from ag.config.data import ResponsesConfig
     from ag.data.splits import Counts
 
-RESPONSE_TOKENS = 96  # tokens of a chunk, or of the text after a context
+RESPONSE_TOKENS = 96  # tokens of a chunk or of a continuation
+MIN_PROMPT = 2 * RESPONSE_TOKENS  # fewest tokens before a continuation, and of a context
 LEAD_TOKENS = 8  # tokens before a chunk; they show where it begins and carry no loss
 NUM_FACTS = 8  # facts in each context of the first half of the contexts with questions
 NUM_RULES = 3, 6  # fewest and most rules before each context of the second half
@@ -62,6 +64,7 @@ class ResponseCutter:
         for number, tokens in enumerate(documents):
             counts.add(len(tokens))
             rng = np.random.default_rng([self.seed, number])
+            prompt_rng = np.random.default_rng([self.seed, number, 1])  # the contexts do not depend on its draws
             position = 0
             while fitting := [
                 n for n in self.lengths if n + RESPONSE_TOKENS <= len(self.start) + len(tokens) - position
@@ -76,12 +79,15 @@ class ResponseCutter:
                     context, questions_answers = self._with_rules(context, rng)
                 questions = cycle(questions_answers)
                 for kind in self.response_kinds:
-                    without_loss, response = next(questions) if kind == "question" else ([], next_tokens)
                     if kind == "again":
                         first = int(rng.integers(LEAD_TOKENS, len(context) - RESPONSE_TOKENS + 1))
-                        without_loss = [*repeat_prompt, *context[first - LEAD_TOKENS : first]]
-                        response = context[first : first + RESPONSE_TOKENS]
-                    yield self._row(context, without_loss, response)
+                        lead = [*repeat_prompt, *context[first - LEAD_TOKENS : first]]
+                        yield self._row(context, lead, context[first : first + RESPONSE_TOKENS])
+                    elif kind == "next":
+                        prompt = int(MIN_PROMPT * (length / MIN_PROMPT) ** prompt_rng.random())
+                        yield self._continuation(context, next_tokens, prompt)
+                    else:
+                        yield self._row(context, *next(questions))
                 position = end + RESPONSE_TOKENS
                 if validates:
                     break
@@ -90,9 +96,16 @@ class ResponseCutter:
     def _row(self, context: list[int], without_loss: list[int], response: list[int]) -> Row:
         """Return the row of a context, further tokens without loss, and a response."""
         tokens = np.array([*self.start, *context, *without_loss, *response], dtype=np.int32)
-        loss = np.zeros(len(tokens), dtype=np.bool_)
-        loss[len(tokens) - len(response) :] = True
-        return Row(tokens, len(self.start) + len(context), loss=loss)
+        context_length = len(self.start) + len(context)
+        loss = np.arange(len(tokens)) >= len(tokens) - len(response)
+        return Row(tokens, context_length, loss=loss, context_length=context_length)
+
+    def _continuation(self, context: list[int], next_tokens: list[int], prompt: int) -> Row:
+        """Return the row whose response continues the first ``prompt`` tokens of a context."""
+        tokens = np.array([*self.start, *context, *next_tokens], dtype=np.int32)
+        token_index = np.arange(len(tokens))
+        loss = (token_index >= prompt) & (token_index < prompt + RESPONSE_TOKENS)
+        return Row(tokens, prompt, loss=loss, context_length=len(self.start) + len(context))
 
     def _with_facts(
         self, context: list[int], stop: int, rng: np.random.Generator, split: str
@@ -177,10 +190,10 @@ def make_cutter(
         )
     [repeat_prompt] = tokenize_after(tokenizer, [REPEAT_PROMPT])
     response_room = len(repeat_prompt) + LEAD_TOKENS + RESPONSE_TOKENS
-    unfit = [n for n in data.contexts if not 2 * RESPONSE_TOKENS <= n <= longest - response_room]
+    unfit = [n for n in data.contexts if not MIN_PROMPT <= n <= longest - response_room]
     if unfit or not data.contexts:
         raise DataError(
-            f"data.contexts={data.contexts}: expected lengths of {2 * RESPONSE_TOKENS} to {longest - response_room} "
+            f"data.contexts={data.contexts}: expected lengths of {MIN_PROMPT} to {longest - response_room} "
             f"tokens, as a response takes up to {response_room} of data.max_length={data.max_length} or of the model's "
             "context; change one of the two."
         )

@@ -28,6 +28,8 @@ class Row(NamedTuple):
         answer: set in the validation rows of multiple-choice tasks.
         loss: ``[T]``, True on tokens that carry loss. None: all tokens after the prompt do.
         copied: index of the first token that the response repeats, and one past the last. None: it repeats no chunk.
+        context_length: number of the first tokens that a model reads at once for several rows; the prompt is the first
+            part of them, or all of them. None: it reads the prompt alone.
     """
 
     tokens: Tokens
@@ -35,12 +37,18 @@ class Row(NamedTuple):
     answer: Answer | None = None
     loss: npt.NDArray[np.bool_] | None = None
     copied: tuple[int, int] | None = None
+    context_length: int | None = None
 
     @property
     def response_start(self) -> int:
         """Index of the first token with loss: after the prompt, or after the question that follows the prompt."""
         prompt = self.prompt_length or 0
         return prompt if self.loss is None else prompt + int(self.loss[prompt:].argmax())
+
+    @property
+    def response_end(self) -> int:
+        """Index one past the last token with loss."""
+        return len(self.tokens) if self.loss is None else len(self.tokens) - int(self.loss[::-1].argmax())
 
     def loss_mask(self, on_prompt: bool = False) -> npt.NDArray[np.bool_]:
         """Return ``[T]``, True on tokens that carry loss.

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 STEP = 64  # prompt lengths grow by it from data.prompt_min: rows of a batch then have few different lengths
 DOCUMENTS = 64  # per call of the tokenizer
-FORMAT = 8  # raise it when rows are cut in another way: earlier caches are then not read
+FORMAT = 9  # raise it when rows are cut in another way: earlier caches are then not read
 NO_VALUE = -1  # no prompt, nothing copied, no tokens without loss
+COLUMNS = ("tokens", "prompt", "context", "loss", "copied")  # of the records of ``data.cache``
 ROW_SETTINGS = (
     *("text_field", "packing", "max_length", "prompt_min", "prompt_max", "continuation"),
     *("copy_max", "contexts", "responses"),
@@ -111,19 +112,28 @@ def _cached_or_made(rows: TextRows, counts: Counts, *other_settings: object) -> 
 
     def make() -> Iterator[dict[str, Any]]:
         for row in rows:
-            prompt = NO_VALUE if row.prompt_length is None else row.prompt_length
-            first = NO_VALUE if row.loss is None else row.response_start
-            yield {"tokens": row.tokens, "prompt": prompt, "first": first, "copied": row.copied or (NO_VALUE, NO_VALUE)}
-        last = list(json.dumps(vars(split)).encode())
-        yield {"tokens": last, "prompt": NO_VALUE, "first": NO_VALUE, "copied": (NO_VALUE, NO_VALUE)}
+            loss = None if row.loss is None else (row.response_start, row.response_end)
+            yield record(row.tokens, row.prompt_length, row.context_length, loss, row.copied)
+        yield record(list(json.dumps(vars(split)).encode()))
 
-    column_type = datasets.Value("int32")
-    columns = {
-        "tokens": datasets.List(column_type),
-        "prompt": column_type,
-        "first": column_type,
-        "copied": datasets.List(column_type, length=2),
-    }
+    def record(
+        tokens: Tokens | list[int],
+        prompt: int | None = None,
+        context: int | None = None,
+        loss: tuple[int, int] | None = None,
+        copied: tuple[int, int] | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "tokens": tokens,
+            "prompt": NO_VALUE if prompt is None else prompt,
+            "context": NO_VALUE if context is None else context,
+            "loss": loss or (NO_VALUE, NO_VALUE),
+            "copied": copied or (NO_VALUE, NO_VALUE),
+        }
+
+    number = datasets.Value("int32")
+    pair = datasets.List(number, length=2)
+    columns = {"tokens": datasets.List(number), "prompt": number, "context": number, "loss": pair, "copied": pair}
     try:
         dataset = datasets.Dataset.from_generator(
             make, datasets.Features(columns), cache_dir=str(folder), fingerprint=Hasher.hash(identity)
@@ -152,20 +162,25 @@ class CachedRows(Sequence[Row]):
 
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]  # no slices
         record = self.records[range(len(self))[index]]
-        return _row(record["tokens"], record["prompt"], record["first"], record["copied"])
+        return _row(*(record[name] for name in COLUMNS))
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows; reading many records at once is much faster than one by one."""
         records = self.records.select(range(len(self)))
         for batch in records.iter(batch_size=1000):
-            yield from map(_row, batch["tokens"], batch["prompt"], batch["first"], batch["copied"])
+            yield from map(_row, *(batch[name] for name in COLUMNS))
 
 
-def _row(tokens: Tokens, prompt: Any, first: Any, copied: Tokens) -> Row:
+def _row(tokens: Tokens, prompt: Any, context: Any, loss: Tokens, copied: Tokens) -> Row:
     """Return the row of a record; -1 in a record stands for None."""
-    loss = None if first == NO_VALUE else np.arange(len(tokens)) >= first
-    chunk = None if NO_VALUE in copied else (int(copied[0]), int(copied[1]))
-    return Row(tokens, None if prompt == NO_VALUE else int(prompt), loss=loss, copied=chunk)
+    (start, end), token_index = loss, np.arange(len(tokens))
+    return Row(
+        tokens,
+        None if prompt == NO_VALUE else int(prompt),
+        loss=None if start == NO_VALUE else (token_index >= start) & (token_index < end),
+        copied=None if NO_VALUE in copied else (int(copied[0]), int(copied[1])),
+        context_length=None if context == NO_VALUE else int(context),
+    )
 
 
 def _make_packed(

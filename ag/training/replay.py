@@ -63,6 +63,15 @@ class CachedPrompt:
         """Number of the prompt's tokens."""
         return next(iter(self.keys.values())).shape[1]
 
+    def prefix(self, length: int) -> CachedPrompt:
+        """Return the first ``length`` tokens, whose keys, values and states do not depend on the later ones."""
+        return CachedPrompt(
+            {layer: x[:, :length] for layer, x in self.keys.items()},
+            {layer: x[:, :length] for layer, x in self.values.items()},
+            {layer: x[:length] for layer, x in self.hidden.items()},
+            {layer: x[:, :length] for layer, x in self.targets.items()},
+        )
+
 
 class PromptRecorder(Interceptor):
     """A dense pass over one prompt that stores keys, values and the inputs of the gates."""
@@ -323,10 +332,16 @@ class ReplayLoss(GatedLoss):
         return ReplayResult(token_kl.view(len(shares), -1), flags.detach().mean((0, 2, 3)), hidden, labels, by_layer)
 
     def split_row(self, batch: Batch, row: int) -> tuple[CachedPrompt, Tensor, Tensor]:
-        """Return the prompt of a row of a batch, and its response: token ids and labels ``[1, R]``."""
-        prompt, length = int(batch["prompt_length"][row]), int(batch["attention_mask"][row].sum())
-        tokens, labels = (batch[name][row, None, prompt:length] for name in ("input_ids", "labels"))
-        return self.prompt_store.read(batch["input_ids"][row, :prompt]), tokens, labels
+        """Return the prompt of a row of a batch, and its response: token ids and labels ``[1, R]``.
+
+        A prompt that is a part of its context is taken from the whole context, which is read once for all its rows.
+        """
+        prompt = int(batch["prompt_length"][row])
+        context = int(batch["context_length"][row]) if "context_length" in batch else prompt
+        last_with_loss = (batch["labels"][row] != -100).nonzero().flatten()[-1:]
+        end = int(last_with_loss if len(last_with_loss) else batch["attention_mask"][row].sum() - 1) + 1
+        tokens, labels = (batch[name][row, None, prompt:end] for name in ("input_ids", "labels"))
+        return self.prompt_store.read(batch["input_ids"][row, :context]).prefix(prompt), tokens, labels
 
     def gate_logits(self, prompt: CachedPrompt) -> Tensor:
         """Return the gate logits ``[L, Hkv, N]`` of a prompt, of the gated layers in order."""

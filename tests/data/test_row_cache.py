@@ -39,7 +39,10 @@ def build(make_config, tokenizer, corpus):
 
 def contents(module):
     rows = [*module.train_rows, *(row for (row,) in module.val_rows)]
-    found = [(row.tokens.tolist(), row.prompt_length, row.response_start, row.copied) for row in rows]
+    found = [
+        (row.tokens.tolist(), row.prompt_length, row.context_length, row.response_start, row.response_end, row.copied)
+        for row in rows
+    ]
     return found, asdict(module.splits.counts)
 
 
@@ -123,5 +126,5 @@ def test_a_format_names_its_rows(build, corpus, write):
         module = build(tokenizer=tokenizer, packing=packing, max_length=1500, contexts=[1100], copy_max=200)
         digest = hashlib.md5(repr(contents(module)[0]).encode(), usedforsecurity=False)
         sums[packing] = digest.hexdigest()[:8]
-    right = {"packed": "a13e190a", "split": "6c26bdb0", "repeated": "2be29c21", "responses": "33e24a9a"}
-    assert (text_module.FORMAT, sums) == (8, right)
+    right = {"packed": "ac9ebb2f", "split": "c0b91daa", "repeated": "577ac851", "responses": "ff3e73e3"}
+    assert (text_module.FORMAT, sums) == (9, right)

@@ -267,14 +267,18 @@ def test_responses_continue_or_repeat_their_context_or_answer_a_question_about_i
     module = contexts(make_config, tokenizer, books, responses=kinds)
     before = tuple(f"[system] {role}" if chat else role for role in ROLES)
     rows, again = [*module.train_rows], plain(tokenizer, REPEAT_PROMPT)
-    assert rows and len(rows) % len(kinds) == 0 and {row.prompt_length for row in rows} == {512, 320}
+    assert rows and len(rows) % len(kinds) == 0 and {row.context_length for row in rows} == {512, 320}
+    cuts = [followed.prompt_length / followed.context_length for followed in rows[1 :: len(kinds)]]
+    assert min(cuts) < 0.6 and max(cuts) > 0.8
     whole, systems, places = [plain(tokenizer, text) for text in LONG], set(), set()
     for at in range(0, len(rows), len(kinds)):
         repeated, followed, *asked = rows[at : at + len(kinds)]
         start, tokens = repeated.prompt_length, followed.tokens.tolist()
         text = tokens[start - 1 :] if asked else tokens  # facts and rules stand in a context, not at its end
         assert any(text == ids[i : i + len(text)] for ids in whole for i in range(len(ids)))
-        assert followed.loss.nonzero()[0].tolist() == list(range(start, start + 96))
+        cut = followed.prompt_length
+        assert 192 <= cut <= start and len(tokens) == start + 96
+        assert followed.loss.nonzero()[0].tolist() == list(range(cut, cut + 96))
         behind, context = repeated.tokens[start:].tolist(), repeated.tokens[:start].tolist()
         assert context == tokens[:start] and behind[: len(again)] == again
         chunk = behind[len(again) :]
@@ -306,7 +310,7 @@ def test_validation_takes_the_longest_context_of_each_document(make_config, book
     module = contexts(make_config, tokenizer, books, responses=["next"])
     lengths = [len(plain(tokenizer, text)) for text in LONG]
     expected = [512 if n >= 512 + 96 else 320 for n in lengths if n >= 320 + 96]
-    assert [row.prompt_length for [row] in module.val_rows] == expected
+    assert [row.context_length for [row] in module.val_rows] == expected
     assert module.splits.counts.validation.skipped == len(LONG) - len(expected)
 
 

@@ -185,6 +185,22 @@ def test_a_prompt_is_read_once(tiny_llama, tmp_path, monkeypatch):
     assert torch.equal(first, other)
 
 
+def test_a_response_inside_of_a_context_is_that_of_its_prompt_alone(tiny_llama, tmp_path, monkeypatch):
+    module, data, prompt = replay(tiny_llama().double(), str(tmp_path)), batch(), CONTEXT // 2
+    alone = {name: x[:, : prompt + RESPONSE] for name, x in data.items() if name != "prompt_length"}
+    alone |= {"prompt_length": torch.tensor([prompt]), "labels": alone["input_ids"].clone()}
+    alone["labels"][:, :prompt] = -100
+    labels = torch.full_like(data["labels"], -100)
+    labels[:, : prompt + RESPONSE] = alone["labels"]
+    inside = data | {"prompt_length": alone["prompt_length"], "context_length": data["prompt_length"], "labels": labels}
+    expected = module.gated_loss.replay_row(alone, 0, [0.4])
+    module.gated_loss.replay_row(data, 0, [0.4])
+    monkeypatch.setattr(PromptStore, "_write", lambda *_: pytest.fail("the context was read again"))
+    result = module.gated_loss.replay_row(inside, 0, [0.4])
+    assert torch.equal(result.kept, expected.kept)
+    hold(result.hidden, expected.hidden, 1e-9)
+
+
 @pytest.mark.parametrize("with_targets", [False, True])
 def test_a_prompt_from_the_folder_has_its_layers_in_order(tiny_llama, tmp_path, with_targets):
     """And the strides of the tensors of the first reading: a product rounds by them."""
