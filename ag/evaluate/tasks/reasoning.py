@@ -14,20 +14,19 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.rules import prompted
 from ag.data.sources import check_fields
 from ag.data.tokens import start_tokens, tokenize
-from ag.engine import EvictionCache
 from ag.evaluate.tasks.answers import final_answer, is_equal
-from ag.evaluate.tasks.base import LeftOut, PositiveInt, Sample, Samples, Tags
-from ag.evaluate.tasks.follow import end_tokens, likeliest
+from ag.evaluate.tasks.base import LeftOut, PositiveInt, Sample, Tags
+from ag.evaluate.tasks.follow import likeliest
 from ag.evaluate.tasks.held_out import held_out
 from ag.evaluate.tasks.questions import FLOOR
-from ag.evaluate.tasks.solutions import Decoded, SolutionTask, decode
+from ag.evaluate.tasks.solutions import Decoded, SolutionBatch, SolutionTask
 
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
@@ -86,24 +85,14 @@ class Reasoning(Problems):
     metric: ClassVar[str] = "right answers"
     chance: ClassVar[float | None] = FLOOR
 
-    def score(
-        self,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        group: Samples,
-        solutions: list[list[int]],
-    ) -> list[tuple[Decoded, float, Tags]]:
+    def score(self, batch: SolutionBatch) -> list[tuple[Decoded, float, Tags]]:
         """Let the model write solutions, and grade their answers; see :meth:`SolutionTask.score`."""
-        stop, max_new_tokens = end_tokens(model, tokenizer.eos_token_id), [sample.max_new_tokens for sample in group]
-        seeds = [random.Random(f"{self.seed}/{sample.id}").getrandbits(63) for sample in group]
+        seeds = [random.Random(f"{self.seed}/{sample.id}").getrandbits(63) for sample in batch.samples]
         choose = SampledTokens(self.temperature, seeds) if self.temperature else likeliest
         scored: list[tuple[Decoded, float, Tags]] = []
-        decoded = decode(model, cache, last_hidden, max_new_tokens, stop, choose)
-        for sample, text in zip(group, decoded, strict=True):
-            answer = final_answer(str(tokenizer.decode(text.tokens, skip_special_tokens=True)))
-            scored.append((text, float(is_equal(answer, *sample.references)), {"answer": answer}))
+        for sample, solution in zip(batch.samples, batch.decode(choose), strict=True):
+            answer = final_answer(batch.text(solution))
+            scored.append((solution, float(is_equal(answer, *sample.references)), {"answer": answer}))
         return scored
 
 
@@ -119,19 +108,11 @@ class OwnSolutions(Problems):
     higher_is_better: ClassVar[bool] = False
     needs_full: ClassVar[bool] = True
 
-    def score(
-        self,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        group: Samples,
-        solutions: list[list[int]],
-    ) -> list[tuple[Decoded, float, Tags]]:
+    def score(self, batch: SolutionBatch) -> list[tuple[Decoded, float, Tags]]:
         """Read the solutions; see :meth:`SolutionTask.score`."""
-        choose = GivenTexts(solutions)
-        decoded = decode(model, cache, last_hidden, [*map(len, solutions)], (), choose)
-        return [(text, fmean(nats), {}) for text, nats in zip(decoded, choose.nats, strict=True)]
+        choose = GivenTexts(batch.solutions)
+        decoded = batch.decode(choose)
+        return [(solution, fmean(nats), {}) for solution, nats in zip(decoded, choose.nats, strict=True)]
 
 
 class SampledTokens:

@@ -24,6 +24,27 @@ class Decoded(NamedTuple):
     over_budget: bool
 
 
+class SolutionBatch(NamedTuple):
+    """B problems, whose prompts a cache has read and evicted."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    cache: EvictionCache
+    last_hidden: Tensor  # [B, d], the final hidden states of each prompt's last token
+    samples: Samples
+    solutions: Sequence[list[int]] = ()  # tokens that the model wrote with a full cache, if the task needs them
+
+    def decode(self, choose: Callable[[Tensor, Sequence[int]], list[int]] = likeliest) -> list[Decoded]:
+        """Let the model write the solutions, which changes the cache; ``choose`` is an argument of :func:`decode`."""
+        max_new_tokens = [sample.max_new_tokens for sample in self.samples]
+        stop = end_tokens(self.model, self.tokenizer.eos_token_id)
+        return decode(self.model, self.cache, self.last_hidden, max_new_tokens, stop, choose)
+
+    def text(self, solution: Decoded) -> str:
+        """Return the text of a solution, without special tokens."""
+        return str(self.tokenizer.decode(solution.tokens, skip_special_tokens=True))
+
+
 @dataclass(frozen=True)
 class SolutionTask(Task):
     """A task of problems with solutions that the model writes or reads.
@@ -42,43 +63,25 @@ class SolutionTask(Task):
 
     def run(self, model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Samples) -> Outcomes:
         """Run policies over samples; see :meth:`ag.evaluate.tasks.Task.run`."""
-        device, stop = next(model.parameters()).device, end_tokens(model, tokenizer.eos_token_id)
+        device = next(model.parameters()).device
         full = [policy("full")] if self.needs_full else []
         for start in range(0, len(samples), self.batch):
             group = samples[start : start + self.batch]
-            max_new_tokens = [sample.max_new_tokens for sample in group]
             caches = read_prompt(model, [*full, *policies], *padded([sample.prompt for sample in group], device))
-            written = [decode(model, *caches.pop(0), max_new_tokens, stop) for _ in full]
+            written = [SolutionBatch(model, tokenizer, *caches.pop(0), group).decode() for _ in full]
             solutions = [text.tokens for texts in written for text in texts]
             for index in range(len(policies)):
-                cache, last_hidden = caches.pop(0)  # freed before the next policy decodes
+                batch = SolutionBatch(model, tokenizer, *caches.pop(0), group, solutions)
                 start_time = synchronised_time(device)
-                scored = self.score(model, tokenizer, cache, last_hidden, group, solutions)
+                scored = self.score(batch)
                 seconds = (synchronised_time(device) - start_time) / len(group)
                 for sample, (text, score, tags) in zip(group, scored, strict=True):
                     tags = {**tags, "generated": len(text.tokens), "held": text.held[-1], "most_held": max(text.held)}
                     yield index, Outcome(sample.id, score, *text.usage, seconds, tags, text.over_budget)
 
     @abstractmethod
-    def score(
-        self,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        group: Samples,
-        solutions: list[list[int]],
-    ) -> list[tuple[Decoded, float, Tags]]:
-        """Decode the solutions of a batch, and return each with its score and tags.
-
-        Args:
-            model: the model.
-            tokenizer: its tokenizer.
-            cache: a cache that has read and evicted the prompts; this method may change it.
-            last_hidden: ``[B, d]``, the final hidden states of each prompt's last token.
-            group: the B samples.
-            solutions: tokens of the solutions that the model wrote with a full cache; empty unless ``needs_full``.
-        """
+    def score(self, batch: SolutionBatch) -> list[tuple[Decoded, float, Tags]]:
+        """Decode the solutions of a batch, and return each with its score and tags."""
 
 
 def decode(

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.problems import ANY, KINDS, PACKAGE, answer_of, encode, generate, package_version
-from ag.engine import EvictionCache
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, PositiveInt, Sample, Samples, Tags
-from ag.evaluate.tasks.follow import end_tokens
+from ag.evaluate.tasks.base import LeftOut, PositiveInt, Sample, Tags
 from ag.evaluate.tasks.questions import FLOOR
-from ag.evaluate.tasks.solutions import Decoded, SolutionTask, decode
+from ag.evaluate.tasks.solutions import Decoded, SolutionBatch, SolutionTask
 
 EXTRA_SOLUTION_TOKENS = 16  # tokens by which a solution may be longer than the right solution
 
@@ -62,19 +59,10 @@ class Worked(SolutionTask):
             sample = Sample(f"{problem.kind}-{index}", prompt, max_new_tokens=max_solution, parts=[problem])
             yield sample if longest <= max_tokens else "too long"
 
-    def score(
-        self,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        cache: EvictionCache,
-        last_hidden: Tensor,
-        group: Samples,
-        solutions: list[list[int]],
-    ) -> list[tuple[Decoded, float, Tags]]:
+    def score(self, batch: SolutionBatch) -> list[tuple[Decoded, float, Tags]]:
         """Let the model write solutions, and grade their last lines; see :meth:`SolutionTask.score`."""
-        stop, max_new_tokens = end_tokens(model, tokenizer.eos_token_id), [sample.max_new_tokens for sample in group]
         scored: list[tuple[Decoded, float, Tags]] = []
-        for sample, text in zip(group, decode(model, cache, last_hidden, max_new_tokens, stop), strict=True):
-            [problem], answer = sample.parts, answer_of(str(tokenizer.decode(text.tokens, skip_special_tokens=True)))
-            scored.append((text, float(answer == problem.answer), {"kind": problem.kind, "answer": answer}))
+        for sample, solution in zip(batch.samples, batch.decode(), strict=True):
+            [problem], answer = sample.parts, answer_of(batch.text(solution))
+            scored.append((solution, float(answer == problem.answer), {"kind": problem.kind, "answer": answer}))
         return scored

@@ -117,9 +117,8 @@ def test_own_solutions_are_read_as_each_is_alone(load, model, tiny_tokenizer, pl
 
 def test_the_full_cache_writes_once_for_all_policies(load, model, tiny_tokenizer, monkeypatch):
     calls = []
-    for module in ("reasoning", "solutions"):
-        name = f"ag.evaluate.tasks.{module}.decode"
-        monkeypatch.setattr(name, lambda *given: calls.append(given[-1]) or real_decode(*given))
+    decode = "ag.evaluate.tasks.solutions.decode"
+    monkeypatch.setattr(decode, lambda *given: calls.append(given[-1]) or real_decode(*given))
     task, loaded = load("gsm8k_nats", batch=3)
     outcomes = [*task.run(model, tiny_tokenizer, POLICIES, loaded.samples)]
     assert len(outcomes) == 9 and [isinstance(call, GivenTexts) for call in calls] == [False, True, True, True]
@@ -128,7 +127,7 @@ def test_the_full_cache_writes_once_for_all_policies(load, model, tiny_tokenizer
 def test_answers_are_graded(load, model, tiny_tokenizer, monkeypatch):
     said = [r"So \boxed{4.0}", r"\boxed{2} or \boxed{3}", "3"]
     texts = [Decoded(tiny_tokenizer(text)["input_ids"], [1.0], (1, 1.0, 1), False) for text in said]
-    monkeypatch.setattr("ag.evaluate.tasks.reasoning.decode", lambda *_: texts)
+    monkeypatch.setattr("ag.evaluate.tasks.solutions.decode", lambda *_: texts)
     task, loaded = load()
     outcomes = [outcome for _, outcome in task.run(model, tiny_tokenizer, POLICIES[:1], loaded.samples)]
     assert [outcome.score for outcome in outcomes] == [1.0, 0.0, 0.0]
@@ -149,7 +148,7 @@ def test_draws_of_a_problem_depend_on_the_seed_alone(load, model, tiny_tokenizer
         [*task.run(model, tiny_tokenizer, POLICIES[:1], loaded.samples)]
         return [*written]
 
-    monkeypatch.setattr("ag.evaluate.tasks.reasoning.decode", decode)
+    monkeypatch.setattr("ag.evaluate.tasks.solutions.decode", decode)
     first = texts(temperature=1.0)
     assert first == texts(temperature=1.0, batch=1) != texts(temperature=1.0, seed=1)
     assert texts(temperature=1e-6) == texts() != first

@@ -98,7 +98,7 @@ def test_right_answers_count(tiny_llama, tiny_tokenizer, monkeypatch):
     said = [problems[0].solution, problems[0].solution, problems[2].solution[: len(problems[2].solution) // 2]]
     tokens = [tiny_tokenizer(f" {text}")["input_ids"] for text in said]
     written = [Decoded(text, [1.0], (1, 1.0, 1), False) for text in tokens]
-    monkeypatch.setattr("ag.evaluate.tasks.worked.decode", lambda *_: written)
+    monkeypatch.setattr("ag.evaluate.tasks.solutions.decode", lambda *_: written)
     outcomes = [one for _, one in task.run(tiny_llama(), tiny_tokenizer, [ag.policy("full")], loaded.samples)]
     assert [outcome.score for outcome in outcomes] == [1.0, 0.0, 0.0]
     assert [outcome.tags["answer"] for outcome in outcomes[:2]] == [problems[0].answer] * 2
