@@ -64,10 +64,6 @@ def run(invocation: Invocation[Config]) -> int:
         return run_on_cluster(config, lambda: None if invocation.dry_run else run_folder(config), fit)
     try:
         fit(config, invocation.dry_run)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise UserError(str(error)) from error
     except callbacks.NonFiniteError as error:
         print(f"ag.fit: error: {error}", file=sys.stderr)
         # Lightning's launcher kills the first process when another one fails, and its exit code is lost

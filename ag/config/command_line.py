@@ -23,7 +23,7 @@ from ag.config import early
 from ag.config.keys import ConfigError, Key, as_argument, keys, nearest, one_line
 from ag.config.recipes import dump, recipes, resolve
 from ag.config.sweep import sweep
-from ag.errors import BudgetWarning, UserError
+from ag.errors import BudgetWarning, UserError, first_line
 
 T = TypeVar("T")
 #: Runs a program on its arguments, by default the arguments of the process; returns the exit code.
@@ -53,9 +53,9 @@ class Invocation(Generic[T]):
 def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
     """Make the ``main`` of a program from a function that maps arguments to an exit code.
 
-    A :class:`UserError` becomes one line on stderr and exit code 2. Ctrl-C becomes one line, with the text of the
-    KeyboardInterrupt, and code 130. A closed pipe on stdout becomes code 141 without a line. A :class:`BudgetWarning`
-    becomes one line on stderr.
+    A :class:`UserError` and an ``OSError`` (of a disk, a path or the network) become one line on stderr and exit code
+    2. Ctrl-C becomes one line, with the text of the KeyboardInterrupt, and code 130. A closed pipe on stdout becomes
+    code 141 without a line. A :class:`BudgetWarning` becomes one line on stderr.
     """
 
     def decorate(work: Callable[[list[str]], int]) -> Main:
@@ -76,6 +76,9 @@ def command(program: str) -> Callable[[Callable[[list[str]], int]], Main]:
             except BrokenPipeError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
                 return 128 + signal.SIGPIPE
+            except OSError as error:
+                print(f"{program}: error: {first_line(error)}", file=sys.stderr)
+                return 2
 
         return main
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def _check_path(key: Key, text: str) -> None:
     """Refuse a file, a folder or an export that does not exist."""
     if key.holds == "export":
         _check_export(text)
-    elif key.holds in EXPECTED and not Path(text).exists():  # a pipe is no file
+    elif key.holds in EXPECTED and not os.path.exists(text):  # a pipe is no file; pathlib raises for a long name
         raise UserError(f"{key.name}={text}: {EXPECTED[key.holds]}")
 
 

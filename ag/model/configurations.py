@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "recipes" / "models"
@@ -10,7 +11,7 @@ FOLDER = Path(__file__).parents[1] / "recipes" / "models"
 def find(name: str) -> Path | None:
     """Return the file with the configuration of a model of the hub, ``OWNER/NAME``; None if the package has none."""
     path = FOLDER / f"{name.replace('/', '--')}.json"
-    return path if "/" in name and path.is_file() else None
+    return path if "/" in name and os.path.isfile(path) else None
 
 
 def names() -> list[str]:

@@ -20,6 +20,7 @@ from ag.errors import UserError
 from tests.project.test_quiet import HEAVY
 from tests.support.refused import names, refuses
 
+TOO_LONG = "name" * 100  # of a file: systems refuse to look for it
 #: Commands in a folder with rows/train.jsonl of two rows, lines.jsonl, and nothing in empty/; and what they say.
 REFUSED = {
     "generate policy=h2o prompt=x budget=30%": ("budget='30%'", "0.3"),
@@ -28,6 +29,8 @@ REFUSED = {
     "generate policy=full prompt=x budget=0.5": ("budget=0.5", "full", "leave it out"),
     "generate policy=h2p prompt=x budget=0.3": ("'h2p'", "did you mean h2o?"),
     "generate policy=gates:GONE prompt=x": ("GONE", "no such folder"),
+    f"generate policy=gates:{TOO_LONG} prompt=x": ("no such folder",),
+    f"generate policy=full file={TOO_LONG}": ("no such file",),
     "generate policy=h2o prompt=x budget=0.3 options.windw=4": ("'windw'", "did you mean window?"),
     "generate policy=h2o prompt=x budget=0.3 schedule=later": ("schedule='later'", "prefill"),
     "generate policy=full": ("prompt=TEXT", "file=PATH", "messages=FILE.json"),

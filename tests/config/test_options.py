@@ -1,11 +1,12 @@
 """``--help``, ``--print``, ``--dry-run`` and ``-m``."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ag.config import Config
-from ag.config.command_line import Invocation, parse
+from ag.config.command_line import Invocation, command, parse
 from ag.config.keys import parse_yaml
 from ag.config.recipes import load_config
 from tests.support.refused import names
@@ -35,6 +36,20 @@ def test_print_shows_configurations_that_load_back(capsys: pytest.CaptureFixture
     assert found == [(0.5, 0), (0.5, 1), (2.0, 0), (2.0, 1)]
     (tmp_path / "printed.yaml").write_text(documents[2])
     assert load_config(tmp_path / "printed.yaml", Config) == fit("recipe=mistral_cpt", "loss.alpha=2")
+
+
+def test_an_error_of_the_disk_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    @command("ag.writes")
+    def main(words: list[str]) -> int:
+        (tmp_path / "file" / "folder").mkdir()
+        return 0
+
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("ag.writes: error: ") and told.count("\n") == 1
+    names(told, str(tmp_path / "file" / "folder"))
 
 
 def test_dry_run_is_passed_on() -> None:

@@ -61,6 +61,9 @@ class TestResolve:
             with pytest.raises(models.ModelError, match=f"did you mean '{meant}'"):
                 models.resolve(name)
         assert models.resolve("gpt2") == "gpt2"
+        with refuses(models.ModelError, "hub"):
+            models.fetch("name" * 100)  # too long for a file
+        assert models.stored_nbytes("name" * 100) == 0
 
     @pytest.mark.parametrize("source", ON_HUB, ids=lambda source: source.name)
     def test_alias_prefers_hub_cache_then_folder_then_hub_then_wheels(
