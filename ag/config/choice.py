@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from ag.config.keys import Key
 from ag.errors import UserError
 
 
@@ -30,14 +31,19 @@ class Choice:
         """
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"choice={path}: {error}; expected a file that ag.choose wrote.") from error
         if not isinstance(content, dict) or "choice" not in content:
             raise UserError(f"choice={path}: no key choice: expected a file that ag.choose wrote.")
         chosen = content["choice"]
         if chosen is None:
             raise UserError(f"choice={path}: nothing held in it: expected a file with a choice; use policy=full.")
-        names = {part.name for part in fields(cls)}
-        if not isinstance(chosen, dict) or chosen.keys() != names:
-            raise UserError(f"choice={path}: choice={chosen!r:.80}: expected the keys {', '.join(sorted(names))}.")
+        keys = {part.name: Key(part.name, get_type_hints(cls)[part.name]) for part in fields(cls)}
+        if not isinstance(chosen, dict) or chosen.keys() != keys.keys():
+            raise UserError(f"choice={path}: choice={chosen!r:.80}: expected the keys {', '.join(sorted(keys))}.")
+        for name, key in keys.items():
+            if not key.accepts(chosen[name]):
+                raise UserError(
+                    f"choice={path}: {name}={chosen[name]!r:.80}: expected {key.expected()}, as ag.choose wrote it."
+                )
         return cls(**chosen)

@@ -249,6 +249,6 @@ def _split_at_commas(text: str) -> list[str]:
     """Split at commas outside of brackets and quotes, as YAML does."""
     try:
         nodes = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader).value
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):  # the key refuses it
         return [text]
     return [text[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes] or [text]

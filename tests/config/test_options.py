@@ -79,6 +79,7 @@ def test_a_sweep_runs_the_product(swept: list[Any]) -> None:
 
 def test_a_sweep_starts_nothing_when_one_combination_is_bad(error: Any, swept: list[Any]) -> None:
     names(error("-m", "seed=0,2,-1"), "seed=-1", "0")
+    names(error("-m", "seed=" + "[" * 2000), "seed", "whole number")
     names(error("-m", "recipe=quickstart,nope"), "'nope'")
     many = ",".join(map(str, range(40)))
     names(error("-m", f"seed={many}", f"loss.alpha={many}"), "1600", "1000")

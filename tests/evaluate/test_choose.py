@@ -209,8 +209,23 @@ def test_vllm_takes_the_file(chosen):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("policy", 5), ("model", None), ("budget", "0.3"), ("schedule", None), ("options", [1]), ("gates", 5)],
+)
+def test_a_choice_with_a_value_of_another_type_is_refused(name, value, chosen):
+    with refuses(UserError, "choice.json", f"{name}={value!r}"):
+        GenerateConfig(choice=chosen(**{name: value}))
+
+
+@pytest.mark.parametrize(
     ("text", "named"),
-    [("{", "choice"), ("[]", "key choice"), ('{"loss": 1}', "key choice"), ('{"choice": {"policy": "h2o"}}', "budget")],
+    [
+        ("{", "choice"),
+        ("[" * 100_000, "choice"),
+        ("[]", "key choice"),
+        ('{"loss": 1}', "key choice"),
+        ('{"choice": {"policy": "h2o"}}', "budget"),
+    ],
 )
 def test_a_file_that_is_no_choice_is_refused(text, named, tmp_path):
     (tmp_path / "choice.json").write_text(text)
