@@ -32,13 +32,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("BASE")
 model = AutoModelForCausalLM.from_pretrained("BASE")
 {load_adapter}inputs = tokenizer("Once upon a time", return_tensors="pt")
-cache = ag.EvictionCache(model, "gates:PATH")
+cache = ag.EvictionCache(model, "gates:PATH"{budget})
 output = model.generate(**inputs, past_key_values=cache)
 print(tokenizer.decode(output[0]))
 ```
 
 ```sh
-python -m ag.generate gates=PATH prompt="Once upon a time"
+python -m ag.generate gates=PATH{budget_key} prompt="Once upon a time"
 ```
 
 ## Measured
@@ -59,8 +59,11 @@ measured on the validation data: a token is kept if its logit is above the bound
 """
 
 
-def model_card(info: Mapping[str, Any], figure: str | None) -> str:
-    """Return the model card for the content of ``gate_config.json``. A ``figure`` of None means no picture."""
+def model_card(info: Mapping[str, Any], figure: str | None, needs_budget: bool = False) -> str:
+    """Return the model card for the content of ``gate_config.json``. A ``figure`` of None means no picture.
+
+    ``needs_budget`` tells whether the gates have no flags.
+    """
     base, table = info["base_model"], info[CALIBRATION] or {"shares": [], "boundaries": []}
     on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", base["name"]) is not None and not Path(base["name"]).exists()
     adapter = ADAPTER_FILES[0] in info["sha256"]
@@ -72,6 +75,8 @@ def model_card(info: Mapping[str, Any], figure: str | None) -> str:
         adapter=" The LoRA adapter in `adapter/` was trained with them." if adapter else "",
         module="ag.gates.export" if adapter else "ag",
         load_adapter='model = ag.gates.export.load_adapter(model, "PATH")\n' if adapter else "",
+        budget=", budget=0.3" if needs_budget else "",
+        budget_key=" budget=0.3" if needs_budget else "",
         metrics=_table("metric", "value", {"kept share of the prompt's entries": info["keep_rate"], **info["metrics"]}),
         figure=f"\n![Measurements of the gates]({figure})\n" if figure else "",
         shares=_SHARES.format(table=_table("share", "boundary", shares)) if shares else "",

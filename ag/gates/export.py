@@ -49,6 +49,7 @@ from ag.gates.manifest import (
     CALIBRATION,
     CARD,
     CONFIG,
+    CONTENT,
     FIGURE,
     PRECISION,
     SCHEMA_VERSION,
@@ -118,7 +119,7 @@ def save(
         if picture is not None:
             write(folder / FIGURE, picture)
         info = _info(target, gates, sha256, base_model, base_revision, metrics or {}, weights)
-        write(folder / CARD, model_card(info, FIGURE if picture else None).encode())
+        write(folder / CARD, model_card(info, FIGURE if picture else None, gates.decays).encode())
         write(folder / CONFIG, (json.dumps(info, indent=2) + "\n").encode())
 
 
@@ -132,6 +133,11 @@ def _info(
     weights: str = "float32",
 ) -> dict[str, Any]:
     """Return the content of ``gate_config.json``, validated."""
+    if unknown := sorted(CONTENT["base_model"]["fingerprint"].keys() - gates.fingerprint.keys()):
+        raise ExportError(
+            f"{target}: the gates' checkpoint, of another project, does not tell {', '.join(unknown)} of its model: "
+            "expected gates for a model; read them by AttentionGates.from_pretrained(PATH, model.config)."
+        )
     measured = {name: float(value) for name, value in (metrics or {}).items()}
     numbers = {name: value if math.isfinite(value) else None for name, value in measured.items()}
     info: dict[str, Any] = {

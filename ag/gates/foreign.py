@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ag.config.gate import GateConfig
+from ag.errors import first_line
 from ag.files import checksum
 from ag.gates.manifest import CONFIG, MAX_LAYERS, MAX_SIZE, SCHEMA_VERSION, WEIGHTS, ExportError
 
@@ -201,12 +202,13 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
         if FAST_KVZIP.fullmatch(file.name):  # a list of state dicts
             layer_states = enumerate(content["module"])
             content = {f"layers.{i}.{name}": tensor for i, state in layer_states for name, tensor in state.items()}
-        if all(isinstance(tensor, Tensor) for tensor in content.values()):
+        if all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in content.items()):
             return dict(content)
-        raise TypeError("not all of it is tensors")
+        raise TypeError("not all of it is tensors by name")
     except Exception as error:  # a pickle may contain anything
         raise ExportError(
-            f"{file}: cannot be read as tensors by name ({error}): expected the gates as published; copy it again."
+            f"{file}: cannot be read as tensors by name ({first_line(error)}): expected the gates as published; copy it "
+            "again."
         ) from error
 
 

@@ -206,6 +206,8 @@ def test_what_is_wrong_with_a_checkpoint_is_said(tmp_path, write, changes, parts
         (fast_kvzip, FAST, {"module": [{"k_proj.weight": "text"}]}),
         (fast_kvzip, FAST, {"module": [Path("a")]}),  # a pickle that would run code
         (trimkv, TRIM, None),
+        (trimkv, TRIM, b"none"),
+        (trimkv, TRIM, {0: torch.ones(2)}),
     ],
 )
 def test_files_that_are_no_gates(tmp_path, write, file, content):
@@ -216,8 +218,18 @@ def test_files_that_are_no_gates(tmp_path, write, file, content):
         path.write_bytes(content)
     elif content is not None:
         (save_file if path.suffix == ".safetensors" else torch.save)(content, path)
-    with refuses(ExportError, file):
+    with refuses(ExportError, file) as refused:
         ag.AttentionGates.from_pretrained(tmp_path / "export")
+    assert "\n" not in str(refused.value)
+
+
+def test_gates_without_a_model_are_not_exported(tmp_path):
+    """A checkpoint has a part of the geometry of its model, and an export has all of it."""
+    kvzap(tmp_path / "zap")
+    gates = ag.AttentionGates.from_pretrained(tmp_path / "zap")
+    with refuses(ExportError, "head_dim, model_type, num_heads", "from_pretrained(PATH, model.config)"):
+        gates.save_pretrained(tmp_path / "export")
+    assert not (tmp_path / "export").exists()
 
 
 def test_a_model_of_more_layers(tiny_llama, tmp_path):

@@ -106,6 +106,9 @@ def test_there_are_no_flags(model, tmp_path):
         with refuses(UserError, "gate.kind=retention", "budget"):
             ag.policy(f"{spec}:{tmp_path / 'trim'}")
     gates = ag.AttentionGates.from_pretrained(tmp_path / "trim", model.config)
+    gates.save_pretrained(tmp_path / "export")
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert 'cache = ag.EvictionCache(model, "gates:PATH", budget=0.3)\n' in card and "gates=PATH budget=0.3 " in card
     for use in (gates.flags, gates.keep):
         with refuses(UserError, "gate.kind=retention", "budget"):
             use(torch.zeros(1))
