@@ -59,7 +59,7 @@ measured on the validation data: a token is kept if its logit is above the bound
 """
 
 
-def model_card(info: Mapping[str, Any], figure: str | None, needs_budget: bool = False) -> str:
+def model_card(info: Mapping[str, Any], figure: str | None, needs_budget: bool) -> str:
     """Return the model card for the content of ``gate_config.json``. A ``figure`` of None means no picture.
 
     ``needs_budget`` tells whether the gates have no flags.

@@ -207,8 +207,8 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
         raise TypeError("not all of it is tensors by name")
     except Exception as error:  # a pickle may contain anything
         raise ExportError(
-            f"{file}: cannot be read as tensors by name ({first_line(error)}): expected the gates as published; copy it "
-            "again."
+            f"{file}: cannot be read as tensors by name ({first_line(error)}): expected the gates as published; copy "
+            "it again."
         ) from error
 
 
