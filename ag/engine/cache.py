@@ -273,9 +273,10 @@ class EvictionCache(Cache):
             input_ids: ``[B, T]``, the whole text that ``model.generate`` gets next.
 
         Returns:
-            How many of its columns are held. 0 means that the texts share none, that RoPE has other frequencies for a
-            text of that length, or that :meth:`crop` cannot go back so far. Then the cache is empty, as after
-            :meth:`reset`, and the text is read anew.
+            How many of its columns need not be read again. 0 means that the texts share none, that the ids of the text
+            read are unknown because ``model.generate`` did not read it, that RoPE has other frequencies for a text of
+            that length, or that :meth:`crop` cannot go back so far. Then the cache is empty, as after :meth:`reset`,
+            and the text is read anew.
         """
         rope, tokens = self.setup.rope, torch.tensor(input_ids.shape[1])
         outgrown = rope is not None and bool(rope.outgrows(self.state.sequences.text_len, tokens).any())
