@@ -54,8 +54,15 @@ class LoadingConfig(RevisionConfig):
     """How a base model is loaded."""
 
     quantization: Literal["none", "nf4"] = key("none", "nf4: 4-bit weights through bitsandbytes")
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "the model's own attention")
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = key(
+        "sdpa", "the model's own attention; sdpa means eager for a class of models that has no sdpa (Gemma 2, gpt-oss)"
+    )
     trust_remote_code: bool = key(False, "run code from the model's repository; only for repositories you trust")
+
+    @property
+    def attention_for_transformers(self) -> str | None:
+        """The argument of transformers. None: sdpa if the class of the model has it, else eager."""
+        return None if self.attn_implementation == "sdpa" else self.attn_implementation
 
 
 @dataclass

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import init_empty_weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -54,7 +55,7 @@ def geometry(name: str) -> PretrainedConfig:
     path = configurations.find(geometry_name) or Path(geometry_name).expanduser()
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a file may hold anything
         reason = first_line(error)
         raise UserError(
             f"model.name={name}: {reason}; expected random:{', random:'.join([*GEOMETRIES, *configurations.names()])}, "
@@ -77,17 +78,22 @@ def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTra
     """
     shape = geometry(config.name)
     device = own_device() if device is None else device
-    dtype, attention = getattr(torch, config.dtype), config.attn_implementation
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=attention)
+    dtype, attention = getattr(torch, config.dtype), config.attention_for_transformers
+    try:
+        with init_empty_weights(include_buffers=False):  # buffers are computed, not drawn
+            model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=attention)
+    except Exception as error:  # a configuration may hold anything
+        raise UserError(
+            f"model.name={config.name}: transformers cannot make this model ({first_line(error)}); expected the "
+            "configuration of a causal language model, and an attn_implementation that it has."
+        ) from error
     try:
         draw = torch.Generator(device).manual_seed(0)
         if config.quantization == "nf4":
             _quantise(model, dtype, draw)
         for module in model.modules():
-            if hasattr(module, "inv_freq"):  # a buffer that is computed, not drawn
-                module.__init__(shape)
-                module.to(device)
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     module._parameters[name] = nn.Parameter(_drawn(parameter, draw), requires_grad=False)

@@ -7,6 +7,7 @@ from ag.config import ModelConfig
 from ag.errors import UserError
 from ag.model import base as models
 from ag.model import random_base
+from tests.model.test_architectures import tiny
 from tests.support.refused import refuses
 
 
@@ -32,6 +33,16 @@ def test_a_random_base_is_the_geometry_and_the_same_each_time(quantization, tmp_
         assert torch.equal(one.model.rotary_emb.inv_freq, want)
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "glm4_moe", "apertus"])  # scales, several RoPEs, biases of experts
+def test_what_is_computed_and_not_drawn_is_as_in_the_class_of_the_model(name, tmp_path):
+    tiny(name, vocab_size=300).config.save_pretrained(tmp_path)
+    model, _ = models.load_base(f"random:{tmp_path}", "cpu")
+    buffers, want = dict(model.named_buffers()), dict(type(model)(model.config).named_buffers())
+    assert buffers.keys() == want.keys() and all(torch.equal(buffer, want[at]) for at, buffer in buffers.items())
+    with torch.no_grad():
+        assert model(torch.arange(3, 20)[None]).logits.isfinite().all()
+
+
 def test_a_random_base_of_no_file_or_on_no_device_is_one_sentence(tmp_path):
     with refuses(UserError, "model.name=random:nothing.json", "random:llama-8b", "random:meta-llama/Llama-2-7b-hf"):
         models.load_base("random:nothing.json")
@@ -43,4 +54,13 @@ def test_a_random_base_of_no_file_or_on_no_device_is_one_sentence(tmp_path):
     small.vocab_size = 100
     small.save_pretrained(tmp_path)
     with refuses(UserError, "vocab_size=100", "259"):
+        models.load_base(f"random:{tmp_path}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with refuses(UserError, f"model.name=random:{tmp_path}", "hidden_size"):
+        models.load_base(f"random:{tmp_path}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 0}')
+    with refuses(UserError, f"model.name=random:{tmp_path}"):
+        models.load_base(f"random:{tmp_path}")
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with refuses(UserError, f"model.name=random:{tmp_path}", "causal language model"):
         models.load_base(f"random:{tmp_path}")
