@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -172,13 +171,13 @@ def load_base(
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=getattr(torch, config.dtype),
-                attn_implementation=config.attn_implementation,
+                attn_implementation=config.attention_for_transformers,
                 output_loading_info=True,
                 **source,
                 **quantization,
             )
         tokenizer = load_tokenizer(path, source)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except Exception as error:  # its files may hold anything
         raise ModelError(
             f"model.name={config.name!r} cannot be loaded ({first_line(error)}): check the spelling, the connection "
             f"and the packages, fetch a damaged file again, or give a local folder or {SMOLLM2.name!r}"

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from ag.config import LoraConfig, ModelConfig
 from ag.model import base as models
@@ -148,6 +149,35 @@ class TestLoadBase:
         weights.write_bytes(weights.read_bytes()[:-1])
         with refuses(models.ModelError, f"model.name='{folder}'", "damaged"):
             models.load_base(str(folder))
+
+    @pytest.mark.parametrize(
+        ("file", "content"),
+        [
+            ("config.json", {"hidden_size": "wide"}),
+            ("config.json", {"num_attention_heads": 0}),
+            ("config.json", {"vocab_size": 7}),  # other shapes than the weights have
+            ("config.json", {"hidden_act": "none"}),
+            ("tokenizer.json", {"added_tokens": None}),
+        ],
+    )
+    def test_damaged_settings(self, folder: Path, file: str, content: dict[str, object]) -> None:
+        edit_json(folder / file, **content)
+        with refuses(models.ModelError, f"model.name='{folder}'", "damaged") as caught:
+            models.load_base(str(folder))
+        assert "\n" not in str(caught.value)
+
+    def test_a_class_without_sdpa_is_loaded_with_eager_attention(self, folder: Path, tmp_path: Path) -> None:
+        config = Gemma2Config(
+            vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=8,
+        )  # fmt: skip
+        Gemma2ForCausalLM(config).save_pretrained(tmp_path / "gemma")
+        for file in folder.glob("tokenizer*.json"):
+            shutil.copy(file, tmp_path / "gemma")
+        config.save_pretrained(tmp_path / "drawn")
+        for name in (str(tmp_path / "gemma"), f"random:{tmp_path / 'drawn'}"):
+            model, _ = models.load_base(name, "cpu")
+            assert model.config._attn_implementation == "eager"
 
     def test_missing_weights_are_not_made_up(self, folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
