@@ -81,7 +81,7 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
     if config.loss.replay:
         raise UserError(
             "loss.replay=true: a plan is of steps that run whole rows, and a step of replay takes less: expected "
-            "loss.replay=false, for an upper bound."
+            "loss.replay=false, with warmup.rounds=0 and warmup.target=attention, for an upper bound."
         )
     model = outline_of(config)
     full_length, loss_tokens = _full_row(config, model.context)
@@ -220,8 +220,10 @@ def _times(config: Config, step_plan: MemoryPlan, tflops: float | Literal["here"
             f"{number}for its time give tflops=NUMBER, the tera-operations a second that one device reaches in "
             f"training, such as {TFLOPS}, or tflops=here, which measures this machine"
         ]
-    source = "measured on matrix products here: a lower bound of the time" if tflops == "here" else "given"
-    tflops = _measured_tflops(config) if tflops == "here" else tflops
+    source = "given"
+    if tflops == "here":
+        source, bound = "measured on matrix products here: a lower bound of the time", "about"
+        tflops = _measured_tflops(config)
     seconds = step_plan.flops / tflops / 1e12
     run_lines = [] if count is None else [f"the run: {count:,} steps, {bound} {duration(count * seconds)}"]
     speed = f"{step_plan.tokens / seconds:,.0f} tokens a second on all devices"

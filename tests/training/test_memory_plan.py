@@ -1,6 +1,7 @@
 """The plan of a run against the bytes and counts of real, small models."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from ag.commands.plan import PlanConfig
 from ag.config import Config, DataConfig, LoraConfig, LossConfig, ModelConfig, TrainerConfig
 from ag.config.command_line import parse
 from ag.config.gate import GateConfig
+from ag.config.recipes import resolve
 from ag.data.lengths import RowSample, sample_rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
@@ -198,6 +200,14 @@ def test_replay_has_no_plan(folder):
         plan(replace(config_of(folder), train="gates", loss=loss, data=DataConfig(kind="text", name="words")))
 
 
+@pytest.mark.parametrize("recipe", ["reason", "remember", "smollm2_remember"])
+def test_the_error_about_replay_names_what_gives_a_plan_of_a_shipped_recipe(recipe):
+    with pytest.raises(UserError, match="replay") as refused:
+        plan(resolve(Config, {"recipe": recipe}))
+    fix = dict(re.findall(r"([\w.]+)=(\w+)", str(refused.value).partition("expected")[2]))
+    assert plan(resolve(Config, {"recipe": recipe, **fix})).total > 0
+
+
 def test_report_of_a_json_file_which_is_enough(folder, tmp_path, capsys):
     shutil.copy(folder / "config.json", tmp_path / "other.json")
     config = config_of(tmp_path / "other.json")
@@ -211,7 +221,8 @@ def test_report_of_a_json_file_which_is_enough(folder, tmp_path, capsys):
     names(out, "tflops=NUMBER", "tflops=here")
     assert "s a step" not in out
     assert command.main([*arguments, "tflops=here"]) == 0
-    assert "measured on matrix products" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "measured on matrix products" in out and "steps, about" in out and "at most" not in out
     assert command.main([*arguments, "model.name=./nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err
 
