@@ -138,7 +138,7 @@ class Gating(Interceptor):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend under the flags of the layer. Without flags attention is dense."""
         keep, device = self._keep.get(call.layer), call.q.device
-        valid, first = _to(self.valid, device), _to(self.first, device)
+        valid, first = _to(self.valid, device), _to(self._first_visible(call), device)
         if keep is None and first is None:
             return call.dense(valid, self.left_padded)
         options: dict[str, Any] = {"scaling": call.scaling, "window": call.window, "softmax": call.softmax}
@@ -150,6 +150,22 @@ class Gating(Interceptor):
             return gated_prefill(call.q, call.k, call.v, keep.to(device, torch.bool), key_valid=valid, **options)
         options |= {"dense_until": _to(self._dense_until, device), "first": first}
         return gated_attention(call.q, call.k, call.v, keep.to(device), valid, **options)
+
+    def _first_visible(self, call: AttentionCall) -> Tensor | None:
+        """Return the column ``[B, T]`` of the first token that a query can see: of its document, or of its chunk there.
+
+        None: that of the first token of its row.
+        """
+        length = call.q.shape[2]
+        if call.chunk is None or length <= call.chunk:
+            return self.first
+        columns = torch.arange(length, device=call.q.device)
+        start = torch.zeros(len(call.q), 1, dtype=torch.long, device=call.q.device)
+        if self.first is not None:
+            start = self.first.to(call.q.device)
+        elif self.valid is not None:
+            start = self.valid.to(call.q.device).long().argmax(1, keepdim=True)
+        return start + (columns - start).clamp_min(0) // call.chunk * call.chunk
 
     def boundary_of(self, share: float) -> float:
         """Return the logit above which this share of the logits of :meth:`counted` lies, over all layers and heads.

@@ -406,6 +406,27 @@ def test_chunks_of_llama4_end_where_the_model_ends_them():
     assert float((steps[0] - steps[1]).abs().max()) <= bound
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_rows_of_training_of_llama4_see_their_chunk_alone(side):
+    """Rows with padding, and the documents of a row."""
+    model = tiny("llama4_text", attention_chunk_size=12)
+    gates = gates_for(model)
+    ag.attach(model, gates)
+    batch, bound = batches.padded(rows(), side), rounding(model)
+    valid = batch["attention_mask"].bool()
+    places = (valid.cumsum(1) - 1).clamp_min(0)
+    want = [model(row[None], use_cache=False).logits[0] for row in rows()]
+    for gating in (ag.Gating(None, valid), ag.Gating(gates, valid, torch.tensor(LENGTHS) - 4, open=True)):
+        got = model(input_ids=batch["input_ids"], position_ids=places, gating=gating, use_cache=False).logits
+        for index in range(len(LENGTHS)):
+            assert float((got[index, valid[index]] - want[index]).abs().max()) <= bound
+    packed = torch.cat(rows())[None]
+    first = torch.tensor([0] * LENGTHS[0] + [LENGTHS[0]] * LENGTHS[1])[None]
+    got = model(input_ids=packed, gating=ag.Gating(None, first=first), use_cache=False).logits
+    assert float((got[0] - torch.cat(want)).abs().max()) <= bound
+
+
 @pytest.mark.parametrize("spec", ["full", "snapkv", "kvzip"])
 @torch.no_grad()
 def test_queries_of_llama4_see_their_chunk_alone_where_scorers_look_back(spec):
