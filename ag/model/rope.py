@@ -27,6 +27,7 @@ from ag.model.structure import USE_ANOTHER, UnsupportedModelError
 #: that the longest position of the pass decides, as in transformers.
 LENGTHS: ContextVar[Tensor | None] = ContextVar("LENGTHS", default=None)
 SETS = 64  # most sets of frequencies that are kept
+COMPLEX = "polar"  # of torch: Llama 4 and DeepSeek V2 call it
 FURTHER = 1000  # times the length of a text: a position where rotations are tried for a change in size
 
 
@@ -71,7 +72,7 @@ def changing_length(decoder: Any) -> int | None:
 
     Raises:
         UnsupportedModelError: for a RoPE of changing frequencies beside others, or one that cannot be told the length
-            of a text.
+            of a text, or that rotates by complex numbers.
     """
     rotary: Any = getattr(decoder, "rotary_emb", None)
     rope_types = getattr(rotary, "rope_type", None)
@@ -83,6 +84,11 @@ def changing_length(decoder: Any) -> int | None:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} rotates keys by {dynamic[0]} RoPE, whose frequencies depend on the longest text "
             f"of a batch: expected one for all layers, by transformers' dynamic_rope_update; {USE_ANOTHER}"
+        )
+    if COMPLEX in inspect.unwrap(type(rotary).forward).__code__.co_names:
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} rotates keys by {dynamic[0]} RoPE in complex numbers: expected cosines and "
+            f"sines; {USE_ANOTHER}"
         )
     if dynamic[0] == "longrope":
         return int(decoder.config.rope_parameters["original_max_position_embeddings"])

@@ -163,6 +163,9 @@ def test_such_a_rope_beside_others_is_refused():
     with refuses(UserError, "LlamaModel", "dynamic", "longest"):
         EvictionCache(model, "full")
     assert "forward" not in vars(model.model)  # nothing was changed
+    for name in ("llama4_text", "deepseek_v2"):
+        with refuses(UserError, "dynamic", "complex", "cosines and sines"):
+            EvictionCache(tiny(name, rope_parameters=DYNAMIC), "full")
 
 
 @torch.no_grad()
