@@ -88,6 +88,8 @@ def _check_trained_parts(config: Config) -> None:
             refuse(config, "loss.share_high train", "there are no gates to keep a share; set loss.share_high=0")
         if config.export.push_to_hub is not None:
             refuse(config, "export.push_to_hub train", "only gates are uploaded; leave it out")
+        if config.init is not None and config.resume is None:
+            refuse(config, "init train", "there are no gates that start from an export; leave init out")
     if config.train == "gates":
         if config.export.merge:
             refuse(config, "export.merge train", "there is no adapter to merge; use export.merge=false")

@@ -13,6 +13,7 @@ REPLAY = "loss.objective=kl loss.share_high=0.7 loss.replay=true"
 #: [valid keys;] clashing keys, which the error names [-> further words of the error].
 CLASHES = f"""
 loss.objective=kl; train=lora -> loss.objective=lm
+init=smollm2 train=lora
 warmup.regress_steps=11 trainer.max_steps=10
 trainer.max_steps=10; optim.warmup_steps=8 warmup.regress_steps=3 -> trainer.max_steps=10
 train=gates {REPLAY} warmup.target=reread gate.kind=mlp; warmup.rounds=1 warmup.regress_steps=9 trainer.max_steps=9
