@@ -147,11 +147,11 @@ def folder(config: DoctorConfig) -> Finding:
     from ag.wheels import SOURCES
 
     path = home()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     free = shutil.disk_usage(existing).free / GIB
     models = [source.name for source in SOURCES if source.folder().is_dir()]
     text = f"{path}: {free:,.0f} GiB free; models: {', '.join(models) or 'none yet'}"
-    if not os.access(existing, os.W_OK):
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
         return Finding("folder", f"{text}; cannot be written", "set AG_HOME to a folder that can be written")
     if free < FREE:
         return Finding("folder", text, "delete what is not needed there, or set AG_HOME to a folder on a larger disk")

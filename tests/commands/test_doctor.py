@@ -111,6 +111,13 @@ def test_the_cache_folder_its_room_and_its_models(cache, monkeypatch):
     assert "cannot be written" in doctor.folder(QUIET).text
 
 
+def test_a_cache_folder_within_a_file(cache, monkeypatch):
+    cache.touch()
+    monkeypatch.setenv("AG_HOME", str(cache / "inner"))
+    found = doctor.folder(QUIET)
+    assert "cannot be written" in found.text and "AG_HOME" in found.fix
+
+
 def test_the_hub(monkeypatch):
     from huggingface_hub import constants
 
