@@ -70,13 +70,17 @@ def ask(
         The answers, by greedy decoding, and the memory of the context.
 
     Raises:
-        UserError: for an empty context, no question, or a policy that cannot be made.
+        UserError: for an empty context, no question or a blank one, or a policy that cannot be made.
     """
     if not context.strip() or isinstance(questions, str) or not questions:
         raise UserError(
             f"ag.ask: context={context[:40]!r}, questions={questions!r:.80}: expected a text, and a list with at "
             "least one question."
         )
+    if blank := [question for question in questions if not question.strip()]:
+        raise UserError(f"ag.ask: the question {blank[0]!r}: expected words; where they begin, the context ends.")
+    if isinstance(spec, Policy) and (budget is not None or schedule != "prefill" or options):
+        raise UserError(f"{spec!r} has its budget, schedule and options already; give them to ag.policy.")
     chosen = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
     cache = EvictionCache(model, chosen.with_tokenizer(tokenizer))
     prompts = [_prompt(tokenizer, context, question) for question in questions]

@@ -52,6 +52,12 @@ def test_questions_that_cannot_be_asked(model):
     for context, questions in ((" ", QUESTIONS), (CONTEXT, []), (CONTEXT, "When?")):
         with refuses(UserError, "expected a text, and a list with at least one question"):
             ag.ask(model, tokenizer, context, questions, "full")
+    for blank in ("", " "):
+        with refuses(UserError, f"question {blank!r}", "expected words"):
+            ag.ask(model, tokenizer, CONTEXT, ["When?", blank], "full")
+    for more in ({"budget": 0.5}, {"schedule": "every"}, {"sinks": 2}):
+        with refuses(UserError, "h2o", "budget, schedule and options", "ag.policy"):
+            ag.ask(model, tokenizer, CONTEXT, QUESTIONS, ag.policy("h2o", 0.3), **more)
     changing = copy.deepcopy(tokenizer)
     changing.chat_template = "{{ messages[0].content | upper }}"
     with refuses(UserError, "the chat template changes the question 'When?'"):
