@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ag import retention
 from ag.engine.block_pool import BLOCK, BlockPool, table_indices
 from ag.engine.positions import KeyRotation
-from ag.engine.records import Records, concat_records, fit
+from ag.engine.records import Records, check_record, concat_records, fit
 from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
 from ag.model.geometry import KVHeads
@@ -257,6 +257,7 @@ class KVStore:
         records = self.records[layer]
         for name, x in noted.items():
             if name not in records or records[name].shape[:-1] != x.shape[:-1]:
+                check_record(name, x, self.lengths_cpu.shape[1], self.kv_heads)
                 records[name], self.stacked = F.pad(x, (0, self.slots - x.shape[-1])).contiguous(), False
             elif records[name].data_ptr() != x.data_ptr():
                 records[name][..., : x.shape[-1]] = x

@@ -6,7 +6,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ag.errors import UserError
+
 Records = dict[str, Tensor]
+
+
+def check_record(name: str, record: Tensor, num_sequences: int, kv_heads: int) -> None:
+    """Raise a ``UserError`` for a new record that cannot follow its tokens: kernels move float32 by KV head."""
+    shape = [*record.shape]
+    by_head = len(shape) > 2 and shape[0] == num_sequences and shape[1] % kv_heads == 0
+    if not by_head or record.dtype != torch.float32:
+        dtype = str(record.dtype).removeprefix("torch.")
+        raise UserError(
+            f"record {name!r} of a scorer is {dtype} {shape}: expected float32 [B, H, ..., N] or [B, Hkv, ..., N], "
+            f"here with B={num_sequences} and Hkv={kv_heads}."
+        )
 
 
 def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int) -> None:

@@ -23,6 +23,7 @@ from ag.engine.scorers.snapkv import SnapKV
 from ag.engine.scorers.streaming_llm import StreamingLLM
 from ag.engine.scorers.tova import Tova
 from ag.engine.wrappers.caote import Caote
+from ag.errors import UserError
 from tests.support.attention_by_hand import (
     SINKS_AND_CAP,
     Scene,
@@ -328,3 +329,31 @@ def test_a_second_score_that_is_not_finite_is_refused(tiny_llama):
     model, policy = tiny_llama(), replace(ag.policy("knorm", 8), scorer=NoSecond())
     with refuses(NonFiniteScoreError, "NoSecond", "finite"):
         model(torch.arange(3, 43)[None], past_key_values=ag.EvictionCache(model, policy))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder(KNorm):
+    """Records the attention of the new queries in a type and a form."""
+
+    dtype: torch.dtype = torch.float32
+    by_head: bool = True
+    needs = Needs(keys=True, attention_sums="new", every_query=("attention_sums",))
+
+    def note(self, inputs, records):
+        sums = inputs.attention_sums if self.by_head else inputs.attention_sums.sum(1)
+        records["sums"] = sums.to(self.dtype)
+
+
+@pytest.mark.parametrize(
+    ("form", "told"), [({"dtype": torch.bfloat16}, "bfloat16"), ({"by_head": False}, "[2, 40]"), ({}, None)]
+)
+@torch.no_grad()
+def test_records_that_kernels_cannot_move_are_refused(tiny_llama, form, told):
+    model, policy = tiny_llama(), replace(ag.policy("knorm", 8, "every"), scorer=Recorder(**form))
+    cache, ids = ag.EvictionCache(model, policy), torch.arange(3, 43).repeat(2, 1)
+    if told is None:
+        model(ids, past_key_values=cache)
+        assert len(cache.kept_positions(0)[1][0]) == 8
+        return
+    with refuses(UserError, "sums", told, "float32", "Hkv=2"):
+        model(ids, past_key_values=cache)
