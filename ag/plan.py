@@ -34,6 +34,7 @@ def serving_text(config: PlanConfig, card: Card, share: float) -> str:
 
     from ag.engine.cache import EvictionCache
     from ag.engine.policy import policy
+    from ag.model.hooks import instrument
     from ag.serve.admission import Admission
     from ag.training.made_outline import read_geometry
     from ag.training.memory_plan import GIB, USABLE, plan
@@ -45,6 +46,7 @@ def serving_text(config: PlanConfig, card: Card, share: float) -> str:
             dtype=getattr(torch, config.model.dtype),
             trust_remote_code=config.model.trust_remote_code,
         )
+    instrument(model).goes_on = True  # else a cache would run a hybrid model, which has no weights here, to know it
     cache = EvictionCache(model, policy("full") if share == 1 else policy("h2o", share))
     admission = Admission(cache, model.config, ServeConfig.prefill_tokens)
     context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)

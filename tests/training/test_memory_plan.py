@@ -13,6 +13,7 @@ from transformers import MixtralConfig
 import ag
 from ag import plan as command
 from ag.commands.plan import PlanConfig
+from ag.commands.serve import ServeConfig
 from ag.config import Config, DataConfig, LoraConfig, LossConfig, ModelConfig, TrainerConfig
 from ag.config.command_line import parse
 from ag.config.gate import GateConfig
@@ -24,8 +25,10 @@ from ag.gates.gating import Gating
 from ag.model import base as models
 from ag.model.structure import decoder_of
 from ag.serve import Scheduler
+from ag.serve.admission import Admission
 from ag.training.memory_plan import plan, report
 from ag.training.module import GatedLM
+from tests.model.test_architectures import tiny
 from tests.support.refused import names, refuses
 
 LAYERS, LENGTH = 6, 160
@@ -290,6 +293,20 @@ def test_the_requests_of_a_server_are_those_that_it_tells_at_its_start(folder, t
     told = scheduler.admission.capacity_text(pool.capacity, scheduler.context_length, scheduler.batch)
     assert " fits 0 requests" not in told and line.startswith("a server with memory=0.0GiB")
     assert line.endswith(f" and share={share}: {told}")
+
+
+def test_requests_of_a_server_with_a_hybrid_model(tmp_path, capsys):
+    """Layers of linear attention are not run, though a cache of such a model tries them."""
+    model = tiny("qwen3_5_text", vocab_size=300)
+    model.config.save_pretrained(tmp_path)
+    arguments = [f"model.name=random:{tmp_path}", "data.kind=facts", "trainer.accelerator=cpu", "train=gates"]
+    assert command.main([*arguments, "gpu=1GiB", "share=0.5"]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    cache, config = ag.EvictionCache(model, "h2o", 0.5), config_of(f"random:{tmp_path}")
+    admission = Admission(cache, model.config, ServeConfig.prefill_tokens)
+    memory = int(0.85 * 2**30 - plan(config).memory["base weights"])
+    told = admission.capacity_text(memory // cache.setup.pool.block_nbytes(), 256)
+    assert " fits 0 requests" not in told and line.endswith(f" and share=0.5: {told}")
 
 
 def test_a_share_without_a_card_is_refused(folder):
