@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from peft.peft_model import TunerLayerStatus
 
 MERGED = "merged_adapter"  # in the config.json of a merged model
+WRAPPER = "base_model.model."  # before the names in a model that PEFT wraps
 ADAPTER_NAME = "default"  # PEFT's name of the adapter in an export
 #: Values of PEFT's ``init_lora_weights`` that leave the weights of the base model unchanged.
 BASE_STAYS = frozenset({"none", "true", "false", "gaussian", "eva", "orthogonal", "mica"})
@@ -43,7 +44,8 @@ class Adapter:
     def count_in(self, model: nn.Module) -> int:
         """Count the adapter in a model: merged into it, by the configuration, and in PEFT's active layers."""
         config: Any = getattr(model, "config", None)
-        tensors = [state[self.name] for state in _active(model) if self.name in state]
+        name = self.name.removeprefix(WRAPPER)
+        tensors = [state[name] for state in _active(model) if name in state]
         same = [torch.equal(tensor.detach().cpu(), self.tensor.to(tensor.dtype)) for tensor in tensors]
         return int(getattr(config, MERGED, None) == self.sha256) + sum(same)
 
@@ -65,13 +67,14 @@ class Adapter:
 
 
 def _active(model: Any) -> list[dict[str, Tensor]]:
-    """Return the weights of each active adapter of a model, by PEFT's names."""
+    """Return the weights of each active adapter of a model, wrapped by PEFT or not, by their names in the model."""
     if not hasattr(model, "peft_config"):
         return []
     from peft import get_peft_model_state_dict  # loads bitsandbytes, which only some models need
 
     names = {name for layer in _layers(model) for name in layer.available_adapters if _acts(layer, name)}
-    return [get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in names]
+    states = [get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in names]
+    return [{name.removeprefix(WRAPPER): tensor for name, tensor in state.items()} for state in states]
 
 
 def _layers(model: Any) -> list[TunerLayerStatus]:

@@ -92,6 +92,17 @@ def test_what_was_merged_by_hand_is_told_how_to_say_so(folder):
     ag.EvictionCache(model, spec)
 
 
+def test_an_adapter_in_a_model_without_the_wrapper_of_peft_counts(folder):
+    """As transformers loads it, and in the base that a wrapped model holds."""
+    by_transformers = load(folder / "base")
+    by_transformers.load_adapter(str(folder / "export" / "adapter"))
+    wrapped = export.load_adapter(load(folder / "base"), folder / "export")
+    for model in (by_transformers, wrapped.get_base_model()):
+        ag.EvictionCache(model, f"gates:{folder / 'export'}")
+        with refuses(UserError, TWICE):
+            export.load_adapter(model, folder / "export")
+
+
 def test_both_mistakes_are_one_sentence(folder, tiny_llama):
     spec = f"gates:{folder / 'export'}"
     with refuses(UserError, LACKS):
