@@ -119,9 +119,15 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
     special = not isinstance(prompt, Chat)  # a chat template writes its own special tokens
     ids = tokenizer(text, add_special_tokens=special, return_tensors="pt", verbose=False)["input_ids"]
     context, length = model.config.get_text_config().max_position_embeddings, ids.shape[1]
-    if not 0 < length <= context - config.max_new_tokens:
+    longest = context - config.max_new_tokens
+    if longest < 1:
         raise UserError(
-            f"The prompt has {length} tokens: expected 1 to {context - config.max_new_tokens}, which leave room for "
+            f"max_new_tokens={config.max_new_tokens}: expected less than {context}, the model's context, which "
+            "holds the prompt too."
+        )
+    if not 0 < length <= longest:
+        raise UserError(
+            f"The prompt has {length} tokens: expected 1 to {longest}, which leave room for "
             f"max_new_tokens={config.max_new_tokens} in the model's context."
         )
     return {

@@ -69,6 +69,8 @@ class GenerateConfig(SharedPolicy):
                 text = Path(str(self.file)).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"file={self.file}: {error}; expected a text file in UTF-8.") from error
+        if re.search(r"[\ud800-\udfff]", text):  # bytes of the command line that are no UTF-8
+            raise UserError(f"prompt={text!r:.80}: expected a text in UTF-8.")
         if self.chat:
             return Chat([{"role": "user", "content": text}], self.template)
         if self.template:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,16 +17,18 @@ from ag.errors import UserError, check_known
 ENGINE = ("positions", "kv_dtype")  # options of every policy
 BOUNDARY = ("threshold", "share")  # options that move the boundary of flags
 EVICTED_SHARE = "compression_ratio"  # KVPress's name of the evicted share
+MOST_TOKENS = 2**40  # more than any text has
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse_budget(value: Any) -> int | float:
     """Return a budget, or refuse it. An int is tokens per KV head, a float a share of each prompt's own tokens."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (value >= 1 if isinstance(value, int) else 0 < value <= 1):
+    if number and (1 <= value <= MOST_TOKENS if isinstance(value, int) else 0 < value <= 1):
         return int(value) if isinstance(value, int) else float(value)
-    is_whole = number and math.isfinite(value) and value >= 1 and value == int(value)
-    hint = f"; {int(value)} tokens are written without a point" if is_whole else ""
+    hint = f"; at most {MOST_TOKENS} tokens" if number and value > MOST_TOKENS else ""
+    if isinstance(value, float) and 1 <= value <= MOST_TOKENS and value == int(value):
+        hint = f"; {int(value)} tokens are written without a point"
     if isinstance(value, str) and (percent := re.fullmatch(r"(\d+(?:\.\d+)?) *%", value)):
         share = float(percent[1]) / 100
         hint = f"; {value} are written {share}" if 0 < share <= 1 else ""
@@ -219,7 +220,8 @@ def check_policy(
 def _check_schedule(spec: PolicySpec, budget: int | float | None, schedule: str) -> None:
     """Refuse an unknown schedule, a missing budget, and settings without effect under ``full`` or ``flags``."""
     modes = [part.partition(":")[0] for part in schedule.split("+")]
-    if not re.fullmatch(r"(prefill|every|(blocks|steps):[1-9]\d*)(\+(every|(blocks|steps):[1-9]\d*))*", schedule):
+    interval = r"(blocks|steps):[1-9]\d{0,11}"
+    if not re.fullmatch(rf"(prefill|every|{interval})(\+(every|{interval}))*", schedule):
         raise UserError(f"schedule={schedule!r}: expected prefill, blocks:m, every, steps:n, or some joined by +.")
     if len(set(modes)) < len(modes) or {"every", "steps"} <= {*modes} or {"prefill", "blocks"} <= {*modes}:
         raise UserError(f"schedule={schedule!r}: expected at most one part for the prompt and one for what follows.")

@@ -195,6 +195,10 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
         ([], ("prompt=TEXT", "file=PATH")),
         (["file=FOLDER/export/gates.safetensors"], ("file=FOLDER/export/gates.safetensors", "UTF-8")),
         (["prompt=abc", "max_new_tokens=510"], ("3 tokens", "1 to 2", "max_new_tokens=510")),
+        (["prompt=abc", "max_new_tokens=512"], ("max_new_tokens=512", "less than 512")),
+        (["prompt=a\udcffb"], (r"'a\udcffb'", "UTF-8")),  # a byte of the command line
+        (["prompt=abc", f"budget={10**400}"], ("at most 1099511627776 tokens",)),
+        (["prompt=abc", "budget=8", f"schedule=blocks:{10**20}"], ("blocks:m",)),
         (["prompt=abc", "chat=true"], ("chat template", "instruct")),
         (["messages=FOLDER/base/config.json"], ("FOLDER/base/config.json", "role and content")),
         (["prompt=abc", "template.enable_thinking=false"], ("template.enable_thinking", "chat=true")),
