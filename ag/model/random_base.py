@@ -92,8 +92,8 @@ def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTra
         if config.quantization == "nf4":
             _quantise(model, dtype, draw)
         for module in model.modules():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
+            for name, buffer in [*module.named_buffers(recurse=False)]:
+                setattr(module, name, buffer.to(device))
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
                     module._parameters[name] = nn.Parameter(_drawn(parameter, draw), requires_grad=False)
