@@ -79,9 +79,7 @@ def ask(
         )
     if blank := [question for question in questions if not question.strip()]:
         raise UserError(f"ag.ask: the question {blank[0]!r}: expected words; where they begin, the context ends.")
-    if isinstance(spec, Policy) and (budget is not None or schedule != "prefill" or options):
-        raise UserError(f"{spec!r} has its budget, schedule and options already; give them to ag.policy.")
-    chosen = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
+    chosen = policy(spec, budget, schedule, **options)
     cache = EvictionCache(model, chosen.with_tokenizer(tokenizer))
     prompts = [_prompt(tokenizer, context, question) for question in questions]
     context_text = prompts[0][0]

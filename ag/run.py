@@ -309,7 +309,7 @@ def run_folder(config: Config) -> Path:
             break
         except FileExistsError:  # two runs in one second
             folder = folder.with_name(f"{folder.name}-1")
-    (folder / "config.yaml").write_text(dump(config))
+    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     return folder
 
 

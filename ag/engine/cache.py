@@ -63,9 +63,7 @@ class EvictionCache(Cache):
         pool: Pool | None = None,
         **options: Option,
     ) -> None:
-        if isinstance(spec, Policy) and (budget is not None or options):
-            raise UserError(f"{spec!r} has its budget and options already; give them to ag.policy.")
-        chosen = spec if isinstance(spec, Policy) else policy(spec, budget, schedule, **options)
+        chosen = policy(spec, budget, schedule, **options)
         #: The model, the policy and the pool; forks share it.
         self.setup = CacheSetup.of(model, chosen, pool)
         # transformers counts layers; keys lie in the pool, so these stay empty

@@ -135,7 +135,7 @@ class Policy:
 
 
 def policy(
-    spec: str | PolicySpec, budget: int | float | None = None, schedule: str = "prefill", **options: Option
+    spec: str | PolicySpec | Policy, budget: int | float | None = None, schedule: str = "prefill", **options: Option
 ) -> Policy:
     """Make a policy.
 
@@ -147,7 +147,7 @@ def policy(
             criticalkv, obcache_value, obcache_key, obcache_joint. Allocators: uniform, pyramid, preference, heads,
             global. The name pyramidkv stands for ``snapkv@pyramid`` (also before a wrapper), cake without one for
             ``cake@preference``, kvzip for ``kvzip@global``, gates with a budget for ``gates@global``, and gates
-            without one for ``flags``.
+            without one for ``flags``. A policy is returned as it is.
         budget: tokens per KV head, or as a float in (0, 1] a share of each prompt's own tokens. Under gates with a
             budget the most probable tokens stay. Flags take none: they decide themselves how much stays, and of
             ``flags:PATH`` the options ``share=0.3`` and ``threshold=0.2`` move their boundary; see
@@ -165,9 +165,14 @@ def policy(
             it was computed.
 
     Raises:
-        UserError: for unknown names (the nearest is suggested), parts that cannot combine, or values out of range.
+        UserError: for unknown names (the nearest is suggested), parts that cannot combine, values out of range, or
+            settings beside a policy, which has its own.
         ag.gates.export.ExportError: when the gates cannot be read.
     """
+    if isinstance(spec, Policy):
+        if budget is not None or schedule != "prefill" or options:
+            raise UserError(f"{spec!r} has its budget, schedule and options already; give them to ag.policy.")
+        return spec
     if not isinstance(spec, str | PolicySpec):
         raise UserError(f"ag.policy: spec={spec!r:.80}: expected the text of a policy, such as 'h2o' or 'gates:PATH'.")
     spec = PolicySpec.parse(spec) if isinstance(spec, str) else spec

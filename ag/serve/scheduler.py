@@ -169,7 +169,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.tokenizer, self.pool, self.vocabulary = model, tokenizer, pool, Vocabulary(tokenizer)
-        self.policy = (spec if isinstance(spec, Policy) else policy(spec, budget)).with_tokenizer(tokenizer)
+        self.policy = policy(spec, budget).with_tokenizer(tokenizer)
         self.prefill_tokens, self.batch, self.queue = prefill_tokens, batch, queue
         self.counts = Counts()
         text_config = model.config.get_text_config()

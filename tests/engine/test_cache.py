@@ -189,3 +189,9 @@ def test_a_cache_of_something_that_is_no_model(model):
             ag.EvictionCache(model, spec, 0.3)
     with refuses(UserError, "spec=0.3", "'h2o'"):
         ag.EvictionCache(model, 0.3)
+
+
+@pytest.mark.parametrize("setting", [{"budget": 0.5}, {"schedule": "every"}, {"sinks": 2}])
+def test_settings_beside_a_policy_are_refused(tiny_llama, setting):
+    with refuses(UserError, "h2o", "budget, schedule and options", "ag.policy"):
+        ag.EvictionCache(tiny_llama(), ag.policy("h2o", 0.3), **setting)

@@ -69,7 +69,7 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     baseline, my_policy = (name_with_kv_dtype(config.table_names.get(name, name), kv_dtype) for name in names)
     hidden = [f"{other.summary.task}: {other.summary.name}" for other in finished.values()]
     comparison = Comparison(shown, folder.path, baseline, my_policy, _data(config.root, config.roots), hidden)
-    (folder.path / "config.yaml").write_text(dump(config))
+    (folder.path / "config.yaml").write_text(dump(config), encoding="utf-8")
     write(comparison)
     if hidden:
         console.print(f"{len(hidden)} rows of earlier commands are in the folder and not shown.")
@@ -134,7 +134,8 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     """
     cells, conditions, folders = dict[str, FinishedCell](), dict[str, dict[str, str]](), dict[str, str]()
     for path in paths:
-        settings = yaml.safe_load((path / "config.yaml").read_text()) if (path / "config.yaml").is_file() else {}
+        file = path / "config.yaml"
+        settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
         last_data = _data(settings.get("root"), settings.get("roots") or {}) if settings else tables.UNKNOWN
         for key, cell in Folder(path).read().items():
             if key not in cells or cells[key].summary.problem is not None:
