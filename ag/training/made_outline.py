@@ -30,9 +30,15 @@ def make_outline(config: Config) -> Outline:
     geometry = read_geometry(config.model)
     shape, stored = fingerprint(geometry), getattr(torch, config.model.dtype)
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(
-            geometry, dtype=stored, trust_remote_code=config.model.trust_remote_code
-        )
+        try:
+            base = AutoModelForCausalLM.from_config(
+                geometry, dtype=stored, trust_remote_code=config.model.trust_remote_code
+            )
+        except ValueError as error:
+            raise models.ModelError(
+                f"model.name={config.model.name!r}: transformers cannot make this model ({first_line(error)[:200]}); "
+                "expected the configuration of a causal language model."
+            ) from error
         base.requires_grad_(False)
         gates = None if config.train == "lora" else AttentionGates(geometry, config.gate)
         head = base.get_output_embeddings()

@@ -5,16 +5,18 @@ import subprocess
 import sys
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, T5Config
 
 from ag.config import Config, DataConfig, LoraConfig, ModelConfig, TrainerConfig
 from ag.config.gate import GateConfig
 from ag.model import configurations
+from ag.model.base import ModelError
 from ag.training import memory_plan
 from ag.training.made_outline import make_outline
 from ag.training.memory_plan import plan
 from ag.training.outline import read_outline
 from tests.project.test_quiet import HEAVY
+from tests.support.refused import refuses
 
 SHAPE = {
     "hidden_size": 64,
@@ -119,6 +121,12 @@ def test_gates_and_adapters_of_other_kinds_are_made(tmp_path):
     assert read_outline(config_of(path, gate={"first_layer": 3})) is None  # refused by the gates
     assert read_outline(config_of(path, targets=["q_prj"])) is None  # refused by the adapters
     assert read_outline(config_of("random:tiny")) is None
+
+
+def test_a_model_of_another_task_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(T5Config(num_layers=1, d_model=8).to_json_string())
+    with refuses(ModelError, str(tmp_path), "T5Config", "causal language model"):
+        make_outline(config_of(str(tmp_path)))
 
 
 def test_a_plan_loads_nothing_heavy():
