@@ -96,6 +96,15 @@ class GatedTrainer(Trainer):
         output.metrics.update({f"{prefix}_{name}": value for name, value in part.measured.items()})
         return output
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict; exports keep the metrics of the last evaluation."""
+        part = _part(self.model)
+        measured = part.measured
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            part.measured = measured
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the Trainer's optimiser, with a separate group for the gates."""
         has_optimizer, part = self.optimizer is not None, _part(self.model)

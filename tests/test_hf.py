@@ -279,6 +279,10 @@ def test_evaluation_export_and_detach(make, tiny_llama, tmp_path):
     hold(torch.tensor(metrics["eval_lm_loss"]), torch.cat(values).mean(), 8 * EPS * torch.cat(values).abs().max())
     assert 0 < metrics["eval_evicted"] < 1
 
+    predicted = trainer.predict(trainer.train_dataset.select([0])).metrics
+    assert predicted["test_lm_loss"] != metrics["eval_lm_loss"]
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)  # writes the export again
+
     info = export.read_info(tmp_path / "export")
     assert info["base_model"]["name"] == "tiny" and info["gate"]["head_dim"] == 8
     assert info["keep_rate"] == pytest.approx(1 - metrics["eval_evicted"])
