@@ -12,6 +12,8 @@ from ag.engine.token_ids import HOW_TO_CONTINUE
 from ag.errors import UserError
 from ag.model.rope import RopeByText
 
+LAST_PROTECTED = 2**24  # token indices of protected spans end here: each takes a byte, and no text is as long
+
 
 def check_mask_width(num_given: int, columns: int, num_seen: int) -> None:
     """Refuse numbers of tokens and of columns of their mask that do not go on from the columns seen."""
@@ -87,10 +89,10 @@ def marked(spans: Sequence[Any]) -> Tensor:
     """Return ``[L]`` bool, which own tokens lie in spans ``(first, after the last)``; refuse something else."""
     for span in spans:
         is_pair = isinstance(span, tuple) and len(span) == 2 and all(isinstance(x, int) for x in span)
-        if not is_pair or not 0 <= span[0] < span[1]:
+        if not is_pair or not 0 <= span[0] < span[1] <= LAST_PROTECTED:
             raise UserError(
                 f"protect: {span!r}: expected pairs (index of the first token, index after the last), such as (0, 40), "
-                "or for each sequence a list of such pairs."
+                f"up to {LAST_PROTECTED}, or for each sequence a list of such pairs."
             )
     marks = torch.zeros(max((end for _, end in spans), default=0), dtype=torch.bool)
     for first, end in spans:
