@@ -23,7 +23,7 @@ from ag.config.command_line import Invocation
 from ag.config.spec import specs_by_name
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.block_pool import BLOCK
-from ag.engine.decode import decode
+from ag.engine.decode import COLDEST, decode
 from ag.engine.report import Report
 from ag.errors import BudgetWarning, UserError
 from ag.loading import load_model
@@ -202,6 +202,6 @@ def _continue(model: Model, cache: EvictionCache, ids: Tensor, config: GenerateC
         max_new_tokens=config.max_new_tokens,
         streamer=clock,
         custom_generate=partial(decode, streamer=clock),  # transformers passes no streamer to a custom loop
-        **(sampling if config.temperature else {"do_sample": False}),
+        **(sampling if config.temperature >= COLDEST else {"do_sample": False}),
     )
     return output[0, ids.shape[1] :].tolist(), [*clock.times, clock.times[-1]]

@@ -13,6 +13,8 @@ from ag.engine.cache import EvictionCache
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
 
+COLDEST = 1e-25  # a lower temperature is greedy: quotients of logits would become infinite
+
 
 @torch.no_grad()
 def decode(

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
+from ag.engine.decode import COLDEST
 from ag.serve.request import Request, Token
 
 ROWS = 512  # rows of logits that are converted to float32 at once
-COLDEST = 1e-25  # a lower temperature is greedy: quotients of logits would become infinite
 
 
 class Sampler:

@@ -132,6 +132,7 @@ def test_samples_follow_the_seed_and_prompts_come_from_files(folder, tmp_path):
 
     assert text(temperature=1.5, seed=1) == text(temperature=1.5, seed=1) != text(temperature=1.5, seed=2)
     assert text(temperature=1.5, seed=1, top_p=1e-6) == text(temperature=1e-4, seed=2) == text()
+    assert text(temperature=1e-300) == text()
 
 
 def test_chat_template(folder, tiny_llama, tiny_tokenizer, tmp_path):

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.rules import prompted
 from ag.data.sources import check_fields
 from ag.data.tokens import start_tokens, tokenize
+from ag.engine.decode import COLDEST
 from ag.evaluate.tasks.answers import final_answer, is_equal
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, Sample, Tags
 from ag.evaluate.tasks.follow import likeliest
@@ -88,7 +89,7 @@ class Reasoning(Problems):
     def score(self, batch: SolutionBatch) -> list[tuple[Decoded, float, Tags]]:
         """Let the model write solutions, and grade their answers; see :meth:`SolutionTask.score`."""
         seeds = [random.Random(f"{self.seed}/{sample.id}").getrandbits(63) for sample in batch.samples]
-        choose = SampledTokens(self.temperature, seeds) if self.temperature else likeliest
+        choose = SampledTokens(self.temperature, seeds) if self.temperature >= COLDEST else likeliest
         scored: list[tuple[Decoded, float, Tags]] = []
         for sample, solution in zip(batch.samples, batch.decode(choose), strict=True):
             answer = final_answer(batch.text(solution))
