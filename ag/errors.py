@@ -11,6 +11,7 @@ class UserError(ValueError):
 
 SHORT, LONG = 0.6, 0.75  # smallest similarity of a suggestion to a short and to a longer word
 SHORT_LETTERS = 4
+PLUGINS_ADD = "; plugins=[MODULE] adds others"  # said of unknown names of parts
 
 
 class BudgetWarning(UserWarning):
@@ -35,12 +36,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def check_known(name: str, names: Collection[str], noun: str, text: str = "") -> None:
-    """Raise a :class:`UserError` with the nearest name, unless ``name``, which occurs in ``text``, is known."""
+def check_known(name: str, names: Collection[str], noun: str, text: str = "", otherwise: str = "") -> None:
+    """Raise a :class:`UserError` with the nearest name, unless ``name``, which occurs in ``text``, is known.
+
+    The message ends with ``otherwise`` if no name is near.
+    """
     if name not in names:
         location = f" in {text!r}" if text else ""
         expected = f"expected one of {', '.join(names)}" if names else "it takes none"
-        raise UserError(f"Unknown {noun} {name!r}{location}: {expected}{nearest(name, names)}")
+        raise UserError(f"Unknown {noun} {name!r}{location}: {expected}{nearest(name, names) or otherwise}")
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float | None = None) -> str:

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-from ag.errors import UserError, nearest
+from ag.errors import PLUGINS_ADD, UserError, nearest
 
 #: Groups of entry points, each with the module and the name of its table.
 GROUPS = {
@@ -70,7 +70,7 @@ def part(group: str, key: str, name: str, base: Any) -> Any:
     """
     entries = discover(group)
     if name not in entries:
-        hint = nearest(name, entries) or "; plugins=[MODULE] adds others"
+        hint = nearest(name, entries) or PLUGINS_ADD
         raise UserError(f"{key}={name}: expected one of {', '.join(entries)}{hint}")
     check_part(name, entries[name], base)
     return entries[name]

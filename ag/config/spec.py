@@ -12,7 +12,7 @@ from typing import Any
 
 from ag.config.policies import ALIASES, FLAGS, FULL, GATES, check_class, option_names, parts, split_label
 from ag.config.sections import BUDGET
-from ag.errors import UserError, check_known
+from ag.errors import PLUGINS_ADD, UserError, check_known
 
 ENGINE = ("positions", "kv_dtype")  # options of every policy
 BOUNDARY = ("threshold", "share")  # options that move the boundary of flags
@@ -61,7 +61,7 @@ class PolicySpec:
         scorer = re.split("[:+@]", bare, maxsplit=1)[0]
         if label is not None:
             _check_label(label, scorer, text)
-        check_known(scorer, (FULL, *parts("ag.scorers"), FLAGS, *ALIASES), "policy", text)
+        check_known(scorer, (FULL, *parts("ag.scorers"), FLAGS, *ALIASES), "policy", text, PLUGINS_ADD)
         tail, path = bare[len(scorer) :], None
         if tail.startswith(":"):
             end = _end_of_path(tail, 1)
@@ -75,7 +75,7 @@ class PolicySpec:
             check_class("ag.scorers", scorer)
         for noun, name in (("wrapper", wrapper), ("allocator", allocator)):
             if name is not None:
-                check_known(name, parts(f"ag.{noun}s"), noun, text)
+                check_known(name, parts(f"ag.{noun}s"), noun, text, PLUGINS_ADD)
                 check_class(f"ag.{noun}s", name)
         if scorer in ALIASES and allocator is not None:
             spelt_out = "@".join(ALIASES[scorer])

@@ -28,6 +28,8 @@ REFUSED = {
     "generate policy=h2o prompt=x": ("h2o", "needs a budget", "0.25"),
     "generate policy=full prompt=x budget=0.5": ("budget=0.5", "full", "leave it out"),
     "generate policy=h2p prompt=x budget=0.3": ("'h2p'", "did you mean h2o?"),
+    "generate policy=mine prompt=x budget=0.3": ("'mine'", "plugins=[MODULE]"),
+    "compare policies=[full,h2o@mine] budgets=[0.3]": ("'mine'", "plugins=[MODULE]"),
     "generate policy=gates:GONE prompt=x": ("GONE", "no such folder"),
     f"generate policy=gates:{TOO_LONG} prompt=x": ("no such folder",),
     f"generate policy=full file={TOO_LONG}": ("no such file",),

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from ag.data import templates
-from ag.errors import UserError, check_known
+from ag.errors import PLUGINS_ADD, UserError, check_known
 from ag.evaluate.tasks import ruler
 from ag.evaluate.tasks.base import Task
 from ag.evaluate.tasks.instructions import Instructions
@@ -86,7 +86,7 @@ def expand(names: Sequence[str]) -> list[str]:
     """
     discover("ag.tasks")
     for name in names:
-        check_known(name, [*TASKS, *GROUPS, *ALIASES], "task")
+        check_known(name, [*TASKS, *GROUPS, *ALIASES], "task", otherwise=PLUGINS_ADD)
     return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (ALIASES.get(name, name),))))
 
 
@@ -110,7 +110,7 @@ def make(name: str, root: str | None = None, **options: Any) -> Task:
     full = ALIASES.get(name, name)
     if name in GROUPS:
         raise UserError(f"Task {name!r} is a group of {', '.join(GROUPS[name])}; name one of them.")
-    check_known(full, [*TASKS, *ALIASES], "task")
+    check_known(full, [*TASKS, *ALIASES], "task", otherwise=PLUGINS_ADD)
     task_class, defaults = TASKS[full]
     check_part(full, task_class, Task)
     types = get_type_hints(task_class, include_extras=True)
