@@ -79,6 +79,11 @@ def count_protected(
     return number + (caller_protected & between).sum(1)
 
 
+def share_of(tokens: Tensor, share: float) -> Tensor:
+    """Return a share of numbers of tokens, long, rounded down."""
+    return (tokens.double() * share + 1e-9).long()  # 0.29 of 100 are 29, though 0.29 * 100 is a little less
+
+
 def keep_count(budget: Tensor, num_protected: Tensor) -> Tensor:
     """Return how many tokens a head keeps: its budget, or its protected tokens if these are more."""
     return budget.maximum(num_protected)

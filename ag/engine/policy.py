@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 import torch
 from torch import Tensor
 
+from ag import retention
 from ag.config.policies import FLAGS, option_names
 from ag.config.spec import BOUNDARY, ENGINE, PolicySpec, check_policy, parse_budget
 from ag.engine.allocators import ALLOCATORS, Allocator
@@ -121,8 +122,7 @@ class Policy:
         assert self.budget is not None
         if isinstance(self.budget, int):
             return torch.full_like(lengths, self.budget)
-        tokens = lengths.double() * self.budget + 1e-9  # 0.29 of 100 are 29, though 0.29 * 100 is a little less
-        return tokens.floor().long().clamp_min(1)
+        return retention.share_of(lengths, self.budget).clamp_min(1)
 
     def __repr__(self) -> str:
         options_given: dict[str, Option] = {} if self.budget is None else {"budget": self.budget}

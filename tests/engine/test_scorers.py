@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import ag
+from ag.engine.allocators.base import Candidates, topk_over_heads
 from ag.engine.evictor import NonFiniteScoreError
 from ag.engine.records import latest
 from ag.engine.rows import moments_over_queries
@@ -82,6 +83,19 @@ def test_h2o_sums_what_queries_pay(scene, window):
     agree(scene, H2O(window=window), wanted)
     if window is not None:
         assert torch.equal(scored(H2O(window=window), scene), scored(Scissorhands(window=window), scene))
+
+
+def test_shares_of_a_budget_are_exact():
+    """21 % of 300 are 63; a product in float32 is a little less."""
+    capacity = torch.tensor([300, 450])
+    assert H2O(recent=0.21).limits(capacity)[1].tolist() == [63, 94]
+    assert Gates(recent_share=0.21).limits(capacity)[1].tolist() == [63, 94]
+    layer = Candidates(torch.linspace(1, 0, 500).repeat(1, 2, 1), *(torch.tensor([x]) for x in (300, 500, True)))
+    layer.score[:, 1] *= 1e-3
+    (kept,) = topk_over_heads([layer], 0.21, torch.tensor([300]))
+    assert kept.sum(-1).tolist() == [[237, 63]]
+    layer.second, layer.first_share = layer.score.flip(-1), 0.21
+    assert layer.keep(layer.capacity)[0, 0].nonzero().flatten().tolist() == [*range(63), *range(263, 500)]
 
 
 @pytest.mark.parametrize(("recent", "counts"), [(0.5, [3, 4, 0]), (3, [3, 3, 3])])

@@ -69,7 +69,7 @@ class Candidates:
         count = count.where(self.evicting[:, None], self.score.shape[-1])
         if self.second is None:
             return retention.keep_mask(self.score, count) & self.valid
-        chosen = retention.keep_mask(self.score, (count * self.first_share + 1e-6).long())
+        chosen = retention.keep_mask(self.score, retention.share_of(count, self.first_share))
         return retention.keep_mask(retention.eviction_score(self.second, chosen, ~self.valid), count) & self.valid
 
     def keep_same_counts(self, kept: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def topk_over_heads(parts: Sequence[Candidates], floor: float, total: Tensor) ->
     """
     scores = [part.score for part in parts]
     if floor:  # the best tokens of each head are kept as if they were protected
-        floors = [(part.capacity * floor).long()[:, None].expand(part.score.shape[:2]) for part in parts]
+        floors = [retention.share_of(part.capacity, floor)[:, None].expand(part.score.shape[:2]) for part in parts]
         best = [retention.keep_mask(x, n) & (x > -retention.INF) for x, n in zip(scores, floors, strict=True)]
         scores = [x.masked_fill(mask, retention.INF) for x, mask in zip(scores, best, strict=True)]
     flat = torch.cat([x.flatten(1) for x in scores], 1)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.engine.scorers.base import DERIVED, Scorer
 from ag.errors import UserError, require
+from ag.retention import share_of
 
 RECENT_SHARE = 0.25
 
@@ -75,7 +76,7 @@ class Gates(Scorer):
         """Return the sinks and the newest tokens."""
         sinks = torch.full_like(capacity, self.trained_sinks if self.sinks is None else self.sinks)
         if self.recent is None:
-            recent = (capacity * (RECENT_SHARE if self.recent_share is None else self.recent_share)).long()
+            recent = share_of(capacity, RECENT_SHARE if self.recent_share is None else self.recent_share)
             if self.recent_share is None:
                 recent = recent.clamp_max(self.trained_recent)
             recent = recent.minimum((capacity - sinks).clamp_min(0))

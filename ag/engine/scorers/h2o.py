@@ -11,6 +11,7 @@ from ag.engine.records import Records, latest
 from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.engine.scorers.base import RowScorer
 from ag.errors import require
+from ag.retention import share_of
 
 NEW_QUERIES = Needs(attention_sums="new", every_query=("attention_sums",), steady=True)
 
@@ -64,4 +65,4 @@ class H2O(RowScorer):
     def limits(self, capacity: Tensor) -> tuple[int, int | Tensor]:
         """Return the sinks and the newest tokens."""
         recent = self.recent
-        return self.sinks, (capacity * recent).long() if isinstance(recent, float) else recent
+        return self.sinks, share_of(capacity, recent) if isinstance(recent, float) else recent
