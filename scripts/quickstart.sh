@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
 # From a bare checkout to gates that evict, on a CPU: bash scripts/quickstart.sh [folder for the runs] [key=value ...]
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-output="${1:-runs}"
+output=runs
+case "${1:-}" in
+    "" | *=*) ;;
+    *) output="$1" && shift ;;
+esac
+for word in "$@"; do
+    case "$word" in output=*) output="${word#*=}" ;; esac # of several the last one counts, as in Python
+done
 
 .venv/bin/python -m ag.models smollm2
-.venv/bin/python -m ag.fit recipe=quickstart output="$output" "${@:2}"
+.venv/bin/python -m ag.fit recipe=quickstart output="$output" "$@"
 run="$(ls -d "$output"/quickstart/*/ | tail -n 1)"
 .venv/bin/python -m ag.generate gates="${run}export" prompt="$(cat scripts/quickstart.txt)" max_new_tokens=12 compare=true
 .venv/bin/python -m ag.evaluate run="$run"

@@ -3,6 +3,8 @@
 import shlex
 import subprocess
 
+import pytest
+
 from ag.config import Config
 from ag.config.keys import keys
 from ag.config.recipes import resolve
@@ -59,3 +61,23 @@ def test_the_test_command_ends_with_what_failed(tmp_path):
     lint, tests = ".venv/bin/ruff format --check .", ".venv/bin/python -m pytest tests/a.py::b"
     said, last = done.stdout.splitlines()[-2:]
     assert (said, last) == ("an error", f"FAILED. Alone: {lint}; {tests}; bash scripts/checks.sh types")
+
+
+@pytest.mark.parametrize(
+    ("words", "output"), [([], "runs"), (["x y"], "x y"), (["seed=1"], "runs"), (["a", "output=b", "seed=1"], "b")]
+)
+def test_the_quickstart_takes_a_folder_and_settings(tmp_path, words, output):
+    (tmp_path / "scripts").mkdir()
+    for name in ("quickstart.sh", "quickstart.txt"):
+        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    (tmp_path / "scripts" / "setup.sh").write_text(SETUP)
+    tools = tmp_path / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" >"$2"\n')
+    (tools / "python").chmod(0o755)
+    (tmp_path / output / "quickstart" / "now").mkdir(parents=True)
+    done = subprocess.run(["bash", "scripts/quickstart.sh", *words], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    fit, evaluate = ((tmp_path / name).read_text().splitlines()[2:] for name in ("ag.fit", "ag.evaluate"))
+    assert dict(word.split("=") for word in fit)["output"] == output and ("seed=1" in fit) == ("seed=1" in words)
+    assert evaluate == [f"run={output}/quickstart/now/"]
