@@ -259,3 +259,5 @@ def _check_known(spec: PolicySpec, budget: int | float | None, options: Mapping[
             kept = f"expected the share that stays, as budget={1 - value:.6g}" if spec.takes_budget else "leave it out"
             raise UserError(f"Policy '{spec}': {name}={value}: {kept}.")
         check_known(name, sorted(names), "option", str(spec))
+        if isinstance(value, int) and value > MOST_TOKENS:
+            raise UserError(f"Policy '{spec}': {name}={value}: expected at most {MOST_TOKENS}.")

@@ -105,6 +105,7 @@ REFUSED = [
     ("gates", {"recent": 5}, "recent flags"),
     ("snapkv", {"kernel": 4} | BUDGET, "SnapKV: kernel=4 odd"),
     ("snapkv", {"window": "32"} | BUDGET, "SnapKV: window='32' int"),
+    ("h2o", {"recent": 10**23} | BUDGET, "'h2o' recent=100000000000000000000000 1099511627776"),
     ("tova+caote", {"scope": "layer"} | BUDGET, "scope=layer caote"),
     ("cake", {"tau": "mistral-0.3-7b-32k", "budget": 0.25}, "tau"),
     ("kvzip", {"schedule": "every"} | BUDGET, "schedule='every' prefill"),

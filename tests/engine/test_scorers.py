@@ -243,7 +243,8 @@ def test_random_depends_on_seed_layer_head_and_place_only():
     for g in range(2):
         for slot, p in enumerate(padded.held[1][g]):
             assert float(again[1, g, slot]) == float(score[0, g, p])
-    different = [scored(Random(seed=1), one), scored(Random(), Scene(lengths=(9,), layer=1)), score.flip(1)]
+    seeds = [scored(Random(seed=seed), one) for seed in (1, 20261129)]
+    different = [*seeds, scored(Random(), Scene(lengths=(9,), layer=1)), score.flip(1)]
     for other in different:
         assert not torch.eq(other, score).any()
 

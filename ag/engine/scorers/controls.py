@@ -29,7 +29,8 @@ class Random(Scorer):
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return numbers in [0, 1)."""
         heads = torch.arange(inputs.key_indices.shape[1], device=inputs.key_indices.device)[:, None]
-        mixed = inputs.key_indices * ODD[0] + heads * ODD[1] + (self.seed * 1000 + inputs.layer) * ODD[2]
+        seed = (self.seed * 1000 + inputs.layer) * ODD[2] & 0xFFFFFFFF
+        mixed = inputs.key_indices * ODD[0] + heads * ODD[1] + seed
         for shift in (15, 13, 16):
             mixed = mixed & 0xFFFFFFFF
             mixed = (mixed ^ (mixed >> shift)) * ODD[shift % 3]
