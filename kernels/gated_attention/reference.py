@@ -26,10 +26,10 @@ def gated_attention(
     if keep is not None:
         m = torch.where(protected, m, keep.detach().to(s.dtype).repeat_interleave(group, 1)[:, :, None, :])
     logits = (s + m.log()).masked_fill(~visible, float("-inf"))
-    alive = (logits > float("-inf")).any(-1, keepdim=True)
-    lse = logits.masked_fill(~alive, 0.0).logsumexp(-1, keepdim=True)
-    if (beside := softmax.by_head(4)) is not None:
-        lse = torch.stack([lse, beside.to(lse.dtype).expand_as(lse)]).logsumexp(0)
+    beside = softmax.by_head(4)
+    row = logits if beside is None else torch.cat([logits, beside.to(s.dtype).expand(*s.shape[:3], 1)], -1)
+    alive = (row > float("-inf")).any(-1, keepdim=True)
+    lse = row.masked_fill(~alive, 0.0).logsumexp(-1, keepdim=True)
     out = torch.exp(logits.masked_fill(~alive, float("-inf")) - lse) @ v
     if keep is None or not keep.requires_grad:
         return out

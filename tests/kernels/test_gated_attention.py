@@ -177,6 +177,11 @@ def test_queries_that_see_nothing_get_zeros_and_give_none(version):
 
 
 @both
+def test_queries_that_see_the_sink_logit_alone_move_the_flags(version):
+    check(version, *given(20, 2, 1, 16, "none", padding="right", softmax=Softmax(None, SINKS)))
+
+
+@both
 def test_evicted_sinks_get_a_finite_gradient(version):
     (q, k, v, keep), *options = given(32, 2, 1, 8)
     q, k, keep = q.abs(), k.clone(), torch.ones_like(keep)
