@@ -326,13 +326,13 @@ class Evictor:
     def _count(self, batch: ForwardBatch, store: KVStore, layers: list[int], sliding_window: int | None) -> KeepCounts:
         """Return how many tokens layers keep; all tensors are on the host."""
         row_lengths, evicting, prompts = store.lengths_cpu[layers], batch.evicting, batch.prompts
-        assert evicting is not None and prompts.capacity is not None
+        assert evicting is not None and prompts.capacity is not None and prompts.limits is not None
         budget = prompts.capacity.expand(len(layers), -1)
         if batch.is_prefill:
             self._settled_cpu = None, {}
         elif not isinstance(self.policy.allocator, Uniform):
             budget = self._settled_budget(prompts.capacity, layers)
-        sinks, recent = (torch.as_tensor(x).expand_as(evicting) for x in self.scorer.limits(prompts.capacity))
+        sinks, recent = (torch.as_tensor(x).expand_as(evicting) for x in prompts.limits)
         num_protected = retention.count_protected(batch.num_tokens, sinks, recent, prompts.protected, sliding_window)
         over = evicting & (num_protected > budget) & (row_lengths.amax(2) > budget)
         if bool(over.any()):

@@ -14,6 +14,7 @@ class Prompts(NamedTuple):
     lengths: Tensor  # [B] long on the host, tokens of each prompt
     protected: Tensor | None  # [B, L] bool on the host, by token index: tokens that the caller protects; None: no token
     capacity: Tensor | None  # [B] long on the host, tokens per KV head, the mean over layers; None means no budget
+    limits: tuple[int | Tensor, int | Tensor] | None  # the scorer's limits under this capacity; None means no budget
     lengths_on_device: Tensor  # the lengths on the device
     protected_on_device: Tensor | None  # protected tokens, on the device
 

@@ -205,10 +205,7 @@ class SequenceState:
         is_first_pass, old_tokens = not bool(self.num_tokens.any()), self.num_tokens
         prompts = self._prompts
         if prompts is None or prompts.lengths is not self.prompt_len or prompts.protected is not self.protected:
-            capacity = None if self.policy.budget is None else self.policy.capacity(self.prompt_len)
-            marks = None if self.protected is None else self.protected.to(token_indices.device)
-            lengths_device = self.prompt_len.to(token_indices.device)
-            prompts = self._prompts = Prompts(self.prompt_len, self.protected, capacity, lengths_device, marks)
+            prompts = self._prompts = self._prompt_facts(token_indices.device)
         evicting = self._should_evict(counts, is_prefill, prompts.capacity)
         self.num_tokens, self.num_held = old_tokens + counts, self.num_held + counts
         self.settled = self.num_tokens if is_prefill else old_tokens
@@ -228,6 +225,13 @@ class SequenceState:
             evicting=evicting,
             step=step,
         )
+
+    def _prompt_facts(self, device: torch.device) -> Prompts:
+        policy = self.policy
+        capacity = None if policy.budget is None else policy.capacity(self.prompt_len)
+        limits = None if capacity is None or policy.scorer is None else policy.scorer.limits(capacity)
+        marks = None if self.protected is None else self.protected.to(device)
+        return Prompts(self.prompt_len, self.protected, capacity, limits, self.prompt_len.to(device), marks)
 
     def note_eviction(self, evicting: Tensor, capacity: Tensor) -> None:
         """Note that these sequences ``[B]`` bool are evicted from, down to a capacity ``[B]``."""

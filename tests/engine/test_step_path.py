@@ -31,6 +31,6 @@ def test_a_step_with_h2o_runs_through_few_functions(tiny_llama):
         finally:
             sys.setprofile(None)
     assert len(cache.state.layers) == 2 and int(cache.state.stores[0].lengths_cpu.max()) == 24
-    assert 20 < len({*calls}) <= 66
+    assert 20 < len({*calls}) <= 65
     assert len({file for file, _ in calls}) <= 20
     assert len(calls) <= 250
