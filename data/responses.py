@@ -84,6 +84,7 @@ class ResponseCutter:
                         lead = [*repeat_prompt, *context[first - LEAD_TOKENS : first]]
                         yield self._row(context, lead, context[first : first + RESPONSE_TOKENS])
                     elif kind == "next":
+                        # uniform in its logarithm: short prompts are drawn as often as long ones
                         prompt = int(MIN_PROMPT * (length / MIN_PROMPT) ** prompt_rng.random())
                         yield self._continuation(context, next_tokens, prompt)
                     else:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from ag.config.keys import Key
+from ag.config.keys import keys
 from ag.errors import UserError
 
 
@@ -38,10 +38,10 @@ class Choice:
         chosen = content["choice"]
         if chosen is None:
             raise UserError(f"choice={path}: nothing held in it: expected a file with a choice; use policy=full.")
-        keys = {part.name: Key(part.name, get_type_hints(cls)[part.name]) for part in fields(cls)}
-        if not isinstance(chosen, dict) or chosen.keys() != keys.keys():
-            raise UserError(f"choice={path}: choice={chosen!r:.80}: expected the keys {', '.join(sorted(keys))}.")
-        for name, key in keys.items():
+        expected = keys(cls)
+        if not isinstance(chosen, dict) or chosen.keys() != expected.keys():
+            raise UserError(f"choice={path}: choice={chosen!r:.80}: expected the keys {', '.join(sorted(expected))}.")
+        for name, key in expected.items():
             if not key.accepts(chosen[name]):
                 raise UserError(
                     f"choice={path}: {name}={chosen[name]!r:.80}: expected {key.expected()}, as ag.choose wrote it."

@@ -338,8 +338,8 @@ class ReplayLoss(GatedLoss):
         """
         prompt = int(batch["prompt_length"][row])
         context = int(batch["context_length"][row]) if "context_length" in batch else prompt
-        last_with_loss = (batch["labels"][row] != -100).nonzero().flatten()[-1:]
-        end = int(last_with_loss if len(last_with_loss) else batch["attention_mask"][row].sum() - 1) + 1
+        with_loss = (batch["labels"][row] != -100).nonzero()[:, 0]
+        end = int(with_loss[-1]) + 1 if len(with_loss) else int(batch["attention_mask"][row].sum())
         tokens, labels = (batch[name][row, None, prompt:end] for name in ("input_ids", "labels"))
         return self.prompt_store.read(batch["input_ids"][row, :context]).prefix(prompt), tokens, labels
 

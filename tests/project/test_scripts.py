@@ -44,18 +44,23 @@ def test_the_quickstart_is_for_a_cpu_and_minutes():
     assert seen < 30_000  # tokens; 240 a second on 2 cores with the backward pass
 
 
+def make_checkout(folder, scripts, tools):
+    """Copy scripts into a checkout whose environment has the given tools, shell code by name."""
+    (folder / "scripts").mkdir()
+    for name in scripts:
+        (folder / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
+    (folder / "scripts" / "setup.sh").write_text(SETUP)
+    environment = folder / ".venv" / "bin"
+    environment.mkdir(parents=True)
+    for name, code in tools.items():
+        (environment / name).write_text(f"#!/bin/sh\n{code}\n")
+        (environment / name).chmod(0o755)
+
+
 def test_the_test_command_ends_with_what_failed(tmp_path):
-    (tmp_path / "scripts").mkdir()
-    for name in ("test.sh", "checks.sh"):
-        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
-    (tmp_path / "scripts" / "setup.sh").write_text(SETUP)
-    tools = tmp_path / ".venv" / "bin"
-    tools.mkdir(parents=True)
     failing = "mkdir -p .pytest_cache && echo tests/a.py::b >.pytest_cache/failed; exit 1"
     codes = {"ruff": '[ "$1" = check ]', "mypy": "echo an error; exit 1", "bandit": "true", "python": failing}
-    for name, code in codes.items():
-        (tools / name).write_text(f"#!/bin/sh\n{code}\n")
-        (tools / name).chmod(0o755)
+    make_checkout(tmp_path, ("test.sh", "checks.sh"), codes)
     done = subprocess.run(["bash", "scripts/test.sh"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     lint, tests = ".venv/bin/ruff format --check .", ".venv/bin/python -m pytest tests/a.py::b"
@@ -67,14 +72,7 @@ def test_the_test_command_ends_with_what_failed(tmp_path):
     ("words", "output"), [([], "runs"), (["x y"], "x y"), (["seed=1"], "runs"), (["a", "output=b", "seed=1"], "b")]
 )
 def test_the_quickstart_takes_a_folder_and_settings(tmp_path, words, output):
-    (tmp_path / "scripts").mkdir()
-    for name in ("quickstart.sh", "quickstart.txt"):
-        (tmp_path / "scripts" / name).write_bytes((ROOT / "scripts" / name).read_bytes())
-    (tmp_path / "scripts" / "setup.sh").write_text(SETUP)
-    tools = tmp_path / ".venv" / "bin"
-    tools.mkdir(parents=True)
-    (tools / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$@" >"$2"\n')
-    (tools / "python").chmod(0o755)
+    make_checkout(tmp_path, ("quickstart.sh", "quickstart.txt"), {"python": 'printf "%s\\n" "$@" >"$2"'})
     (tmp_path / output / "quickstart" / "now").mkdir(parents=True)
     done = subprocess.run(["bash", "scripts/quickstart.sh", *words], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
