@@ -25,7 +25,16 @@ from transformers.cache_utils import Cache
 
 from ag.bench.arena import Arena, gates_for, kept, kv_bytes, load, token_bytes, weight_bytes
 from ag.bench.contestants import FULL, PLAIN, Contestant, Row, contestants, runnable_contestants
-from ag.bench.measure import forget_peak, late_over_early, median_ratio, peak_bytes, seconds_of, spread, used_bytes
+from ag.bench.measure import (
+    forget_peak,
+    late_over_early,
+    median_ratio,
+    peak_bytes,
+    seconds_of,
+    spread,
+    trim_memory,
+    used_bytes,
+)
 from ag.commands.bench import BenchConfig
 from ag.config import Config
 from ag.engine import EvictionCache, policy
@@ -281,6 +290,7 @@ def generated(config: BenchConfig, context: int, batch: int, contestant: Contest
     """Read a prompt and generate, in this process; return kept share, bytes of the cache, and peak memory."""
     arena = Arena(config)
     ids = arena.tokens(batch, context)
+    trim_memory()  # loading freed some
     loaded = used_bytes(arena.device)
     arena.cache(contestant)  # makes the gates, if there are any
     forget_peak(arena.device)

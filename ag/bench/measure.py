@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import statistics
@@ -57,6 +58,12 @@ def median_ratio(seconds: Sequence[float] | None, other_seconds: Sequence[float]
     if seconds is None or other_seconds is None:
         return None
     return statistics.median(a / b for a, b in zip(seconds, other_seconds, strict=True))
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system, so that tensors made later do not hide in it. Only glibc can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_peak(device: torch.device) -> None:

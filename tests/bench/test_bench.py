@@ -1,5 +1,6 @@
 """The bench on a tiny random model: files, and the ratios that do not depend on time."""
 
+import ctypes
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -118,6 +119,17 @@ def test_a_worker_is_a_process_of_its_own():
     row = cases.measure_alone(cases.generated, BenchConfig(mode="memory", **SMALL), 64, 1, contestants.PLAIN)
     assert row["KV bytes"] == 2 * 2 * 2 * 16 * 4 * 64
     assert row["peak over model"] > 0
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library gives no freed memory back")
+def test_freed_memory_returns_to_the_system():
+    """A cache made later would hide in the memory that loading a model has freed."""
+    device, size, count = torch.device("cpu"), 2**16, 2000
+    tensors = [torch.ones(size, dtype=torch.uint8) for _ in range(count)]
+    held = measure.used_bytes(device)
+    del tensors[:-1]  # the last one keeps the heap from shrinking by itself
+    measure.trim_memory()
+    assert measure.used_bytes(device) < held - size * count / 2
 
 
 # ---- turns and times
