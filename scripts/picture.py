@@ -103,6 +103,8 @@ def _label(panel: Axes, experiment: str, samples: int) -> None:
 
 def main(words: list[str]) -> None:
     """Read the folders that are given, and draw."""
+    if len(words) == 1:
+        raise SystemExit(f"picture.py {words[0]}: expected the folders of comparisons too: picture.py GATES FOLDER ...")
     if words:
         gates, *folders = words
         pandas.concat([read(gates, Path(folder)) for folder in folders]).to_csv(NUMBERS, index=False)
