@@ -20,7 +20,7 @@ from ag.model.interceptor import AttentionCall, Interceptor
 
 
 class Gating(Interceptor):
-    """Run ``model(..., gating=Gating(...), use_cache=False)`` under gates.
+    """Run ``model(..., gating=Gating(...), use_cache=False)`` under gates, after ``ag.attach(model, gates)``.
 
     After the forward pass ``logits`` holds the gate logits by layer.
 
@@ -57,8 +57,7 @@ class Gating(Interceptor):
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
         self.tokens = self.valid
         self.first = None if first is None or not bool(first.any()) else first
-        #: Gate logits ``[B, Hkv, T']`` by layer. T' is one past the last evictable column.
-        self.logits: dict[int, Tensor] = {}
+        self._logits: dict[int, Tensor] | None = None  # no pass has run
         self._keep: dict[int, Tensor] = {}
         if gates is None:
             return
@@ -84,6 +83,20 @@ class Gating(Interceptor):
         gate_valid = gate_valid[:, : self._end]
         self._gate_valid = None if bool(gate_valid.all()) else gate_valid
         self._dense_until = (self.in_prompt * columns).amax(1) if config.prefill == "dense" else None
+
+    @property
+    def logits(self) -> dict[int, Tensor]:
+        """Gate logits ``[B, Hkv, T']`` by layer; T' is one past the last evictable column."""
+        if self._logits is None:
+            raise UserError(
+                "Gating: no forward pass has run under it: expected model(..., gating=gating) on a model with the "
+                "hooks of ag.attach(model, gates); without them transformers drops the argument."
+            )
+        return self._logits
+
+    @logits.setter
+    def logits(self, logits: dict[int, Tensor]) -> None:
+        self._logits = logits
 
     def counted(self) -> Tensor:
         """Return ``[B, T']`` bool: the columns of ``logits`` whose tokens gates may evict."""

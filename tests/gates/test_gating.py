@@ -134,6 +134,15 @@ def test_what_does_not_fit_together(tiny_llama, gate, given, parts):
         ag.Gating(gates_for(tiny_llama(), **gate), **{"valid": torch.ones(1, 4)} | given)
 
 
+def test_a_model_without_hooks_has_no_logits(tiny_llama):
+    """transformers drops an argument that it does not know."""
+    model, (_, _, ids, valid) = tiny_llama(), padded("right")
+    gating = ag.Gating(gates_for(model), valid, torch.tensor(PROMPTS))
+    run(model, gating, ids, valid)
+    with refuses(UserError, "no forward pass", "ag.attach(model, gates)"):
+        gating.logits.values()
+
+
 DOCUMENTS = [(7, 1, 12, 6), (20, 4)]  # lengths in two packed rows, the second shorter
 
 
