@@ -57,7 +57,7 @@ class Gating(Interceptor):
         self.valid = None if valid is None or bool(valid.all()) else valid.bool()
         self.tokens = self.valid
         self.first = None if first is None or not bool(first.any()) else first
-        self._logits: dict[int, Tensor] | None = None  # no pass has run
+        self._logits: dict[int, Tensor] = {}
         self._keep: dict[int, Tensor] = {}
         if gates is None:
             return
@@ -87,7 +87,7 @@ class Gating(Interceptor):
     @property
     def logits(self) -> dict[int, Tensor]:
         """Gate logits ``[B, Hkv, T']`` by layer; T' is one past the last evictable column."""
-        if self._logits is None:
+        if self.gates is not None and not self._logits:
             raise UserError(
                 "Gating: no forward pass has run under it: expected model(..., gating=gating) on a model with the "
                 "hooks of ag.attach(model, gates); without them transformers drops the argument."
@@ -141,7 +141,7 @@ class Gating(Interceptor):
         logits: Tensor = self.gates.layers[str(target)](hidden[:, : self._end], gate_valid, self.left_padded, first)
         logits = logits - self._shift if self._shift else logits
         # gradient checkpointing runs a layer twice; the graph of the second run must be freed
-        self.logits.setdefault(target, logits)
+        self._logits.setdefault(target, logits)
         if self.open:
             return
         keep = self.gates.flags(logits).float() if self.hard else self.gates.keep(logits)
