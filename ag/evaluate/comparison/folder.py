@@ -3,6 +3,7 @@
 - ``results.jsonl``: the summary of a cell on each line, appended and synced as the cell ends. The last line of a key
   counts;
 - ``samples/KEY.jsonl``: the outcome of every sample of the cell, complete before its line is written;
+- ``unfinished/KEY.jsonl``: the outcomes of a cell that runs, or that ran when the process was killed;
 - ``views/KEY.json``: the kept tokens of a few prompts;
 - ``lock``: locked by the process that writes; the kernel unlocks it when that process ends, even by a kill.
 
@@ -100,7 +101,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            for part in ("samples", "views"):
+            for part in ("samples", "unfinished", "views"):
                 (self.path / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
@@ -126,9 +127,8 @@ class Folder:
     def append(self, cell: FinishedCell) -> None:
         """Write a finished cell. After a crash the folder has it completely or not at all."""
         key = cell.summary.key
-        samples = "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in cell.outcomes)
         views = json.dumps([view.to_json() for view in cell.views])
-        for name, text in ((f"samples/{key}.jsonl", samples), (f"views/{key}.json", views)):
+        for name, text in ((f"samples/{key}.jsonl", _lines(cell.outcomes)), (f"views/{key}.json", views)):
             with replacing(self.path / name) as new:
                 new.write_text(text, encoding="utf-8")
         line = json.dumps(asdict(cell.summary), allow_nan=False).encode() + b"\n"
@@ -139,6 +139,27 @@ class Folder:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+        self._unfinished(key).unlink(missing_ok=True)
+
+    def begin(self, key: str, outcomes: Sequence[Outcome]) -> None:
+        """Write the outcomes that a cell begins with, so that :meth:`add` appends to these."""
+        with replacing(self._unfinished(key)) as new:
+            new.write_text(_lines(outcomes), encoding="utf-8")
+
+    def add(self, key: str, outcome: Outcome) -> None:
+        """Append an outcome of a cell that runs."""
+        with self._unfinished(key).open("a", encoding="utf-8") as file:
+            file.write(_lines([outcome]))
+
+    def unfinished(self, key: str) -> list[Outcome]:
+        """Return the outcomes of a cell that has not ended, up to the first line that cannot be read."""
+        outcomes, path = [], self._unfinished(key)
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            try:
+                outcomes.append(parse(OUTCOME, line))
+            except ValueError:  # a process died while it wrote
+                break
+        return outcomes
 
     def writing(self) -> AbstractContextManager[None]:
         """Lock the folder for this process; raises ``UserError`` if another process writes into it."""
@@ -147,6 +168,9 @@ class Folder:
             "cluster=local runs several cells at once."
         )
         return locked(self.path, refusal)
+
+    def _unfinished(self, key: str) -> Path:
+        return self.path / "unfinished" / f"{key}.jsonl"
 
     def _outcomes(self, summary: Summary) -> list[Outcome]:
         """Return the outcomes of a cell's samples.
@@ -174,6 +198,10 @@ class Folder:
             return [KeptTokens.from_json(view) for view in json.loads(text)]
         except (OSError, ValueError, TypeError, KeyError):
             return []
+
+
+def _lines(outcomes: Sequence[Outcome]) -> str:
+    return "".join(json.dumps(asdict(outcome), allow_nan=False) + "\n" for outcome in outcomes)
 
 
 STRICT = with_config(ConfigDict(strict=True, allow_inf_nan=False))

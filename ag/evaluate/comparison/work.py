@@ -47,6 +47,7 @@ def run_missing_cells(
         UserError: the model or a task's data cannot be read, or another process writes into the folder.
         KeyboardInterrupt: on Ctrl-C; the message names the number of finished cells.
     """
+    command = command or python_call(config)
     with folder.writing():
         finished = folder.read()
         retried = {key for key, cell in finished.items() if config.retry and cell.summary.problem is not None}
@@ -57,7 +58,7 @@ def run_missing_cells(
             with progress.bar:
                 progress.cells(num_finished)
                 while missing:
-                    for finished_together in _run_cells(config, missing, command or python_call(config), progress):
+                    for finished_together in _run_cells(config, missing, command, progress, folder):
                         for cell in finished_together:
                             folder.append(cell)
                             finished[cell.summary.key] = cell
@@ -87,7 +88,7 @@ def _outdated(
 
 
 def _run_cells(
-    config: CompareConfig, cells: Sequence[Cell], command: str, progress: ComparisonProgress
+    config: CompareConfig, cells: Sequence[Cell], command: str, progress: ComparisonProgress, folder: Folder
 ) -> Iterator[list[FinishedCell]]:
     """Run cells, and yield the finished cells of each pass together."""
     if not cells:  # needs neither a model nor a cluster
@@ -95,7 +96,7 @@ def _run_cells(
     max_cells, by_task = config.batch_policies, [[*group] for _, group in groupby(cells, lambda cell: cell.task)]
     units = [group[first : first + max_cells] for group in by_task for first in range(0, len(group), max_cells)]
     if config.cluster is None:
-        worker = Worker(config, command, progress)
+        worker = Worker(config, command, progress, folder)
         for unit in units:
             yield from worker.run(unit)
         return
@@ -119,10 +120,19 @@ def _remote(config: CompareConfig, command: str, threads: int) -> Callable[[list
 
 
 class Worker:
-    """The model, which raises ``UserError`` if it cannot be loaded, and the samples of the current task."""
+    """The model, which raises ``UserError`` if it cannot be loaded, and the samples of the current task.
 
-    def __init__(self, config: CompareConfig, command: str, progress: ComparisonProgress | None = None) -> None:
-        self.config, self.command = config, command
+    With a ``folder`` each outcome is written there, and a cell goes on after the samples of a killed process.
+    """
+
+    def __init__(
+        self,
+        config: CompareConfig,
+        command: str,
+        progress: ComparisonProgress | None = None,
+        folder: Folder | None = None,
+    ) -> None:
+        self.config, self.command, self.folder = config, command, folder
         self.progress = ComparisonProgress(Console(quiet=True)) if progress is None else progress
         torch.set_float32_matmul_precision("highest")  # no TF32: differences between policies are small
         torch.manual_seed(config.seed)
@@ -182,10 +192,16 @@ class Worker:
                 f"no sample can be run: {num_too_long} are longer than {self.max_tokens} tokens, "
                 f"{num_too_short} are too short."
             )
+        is_resumed = self.folder is not None and not any(run_outcomes)
+        if self.folder is not None and is_resumed:
+            for cell, cell_outcomes in zip(touched, run_outcomes, strict=True):
+                cell_outcomes += self.folder.unfinished(cell.key)
         num_done = _num_common_samples(run_outcomes, samples) if touched else len(samples)
-        for cell_outcomes in run_outcomes:
+        for cell, cell_outcomes in zip(touched, run_outcomes, strict=True):
             del cell_outcomes[num_done:]
-        self.progress.outcome(num_done * len(run_outcomes))
+            if self.folder is not None:
+                self.folder.begin(cell.key, cell_outcomes)
+        self.progress.outcome(num_done * len(run_outcomes), of_earlier_command=is_resumed)
         remaining, hashes = samples[num_done:], {sample.id: sample.content_hash for sample in samples}
         for index, outcome in cells[0].task.run(self.model, self.tokenizer, policies, remaining) if remaining else ():
             for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has only finite numbers
@@ -193,7 +209,10 @@ class Worker:
                     raise UserError(
                         f"sample {outcome.sample} has the {name} {value}: expected a finite number; try dtype=float32."
                     )
-            run_outcomes[index].append(replace(outcome, content_hash=hashes.get(outcome.sample, "")))
+            outcome = replace(outcome, content_hash=hashes.get(outcome.sample, ""))
+            run_outcomes[index].append(outcome)
+            if self.folder is not None:
+                self.folder.add(touched[index].key, outcome)
             self.progress.outcome()
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
@@ -225,7 +244,7 @@ class ComparisonProgress:
     ) -> None:
         self._console, self._total, self._clock = console, total, clock
         self._begun = self._last = clock()
-        self._finished_before = self._num_finished = num_finished
+        self._num_finished, self._finished_before = num_finished, float(num_finished)
         self.begin("cells", 1, 0)
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), TextColumn("{task.fields[numbers]}"))
         #: A context that shows the bar on a terminal.
@@ -246,9 +265,11 @@ class ComparisonProgress:
         self._together, self._samples, self._outcomes, self._waiting = together, samples, 0, waiting
         self._batch = batch
 
-    def outcome(self, samples: int = 1) -> None:
-        """Add finished samples of one cell."""
+    def outcome(self, samples: int = 1, of_earlier_command: bool = False) -> None:
+        """Add finished samples of one cell; those of an earlier command say nothing about time."""
         self._outcomes += samples
+        if of_earlier_command and samples:
+            self._finished_before += samples / self._samples
         if self._outcomes % self._batch == 0:  # within a batch the estimate would take its time for one sample's
             self._show()
 
@@ -258,8 +279,8 @@ class ComparisonProgress:
         if self._outcomes:
             parts.append(f"{self._outcomes // self._together} of {self._samples} samples")
         run = self._completed - self._finished_before
-        # cells that run together yield their results together: the first result says nothing about time
-        if run > 0 and (self._outcomes >= self._together or self._num_finished > self._finished_before):
+        # cells that run together yield their results together: before each has one, nothing is known about time
+        if run > 0 and run * self._samples >= (self._together if self._samples else 0):
             left = (self._total - self._completed) * (self._clock() - self._begun) / run
             parts.append(f"about {timedelta(seconds=round(left))} left")
         return ", ".join(parts)
@@ -279,10 +300,14 @@ class ComparisonProgress:
 
 
 def _num_common_samples(outcomes_by_cell: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
-    """Return how many first samples all cells have finished; 0 if a plugin's task ran them in another order."""
+    """Return how many first samples all cells have finished.
+
+    It is 0 if a plugin's task ran them in another order, or if the data has changed.
+    """
     count = min(map(len, outcomes_by_cell))
-    in_order = [outcome.sample for outcome in outcomes_by_cell[0][:count]] == [sample.id for sample in samples[:count]]
-    return count if in_order else 0
+    expected = [(sample.id, sample.content_hash) for sample in samples[:count]]
+    finished = ([(outcome.sample, outcome.content_hash) for outcome in cell[:count]] for cell in outcomes_by_cell)
+    return count if all(pairs == expected for pairs in finished) else 0
 
 
 def _problem(error: Exception) -> str:

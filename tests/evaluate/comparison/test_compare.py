@@ -325,6 +325,18 @@ def test_progress_tells_a_time_at_the_end_of_a_batch_whose_outcomes_come_at_once
     ]
 
 
+def test_progress_takes_no_time_for_samples_of_an_earlier_command(quiet):
+    now = [0.0]
+    progress = ComparisonProgress(quiet, 2, 0, lambda: now[0])
+    progress.begin("ppl: full", 2, 40)
+    progress.outcome(2 * 20, of_earlier_command=True)
+    now[0] = 30.0
+    progress.outcome()
+    assert progress.progress_text() == "0 of 2 cells, 20 of 40 samples"
+    progress.outcome()
+    assert progress.progress_text() == "0 of 2 cells, 21 of 40 samples, about 0:09:30 left"
+
+
 def test_a_terminal_shows_a_bar():
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     progress = ComparisonProgress(console, 2)

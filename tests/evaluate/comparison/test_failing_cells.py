@@ -104,6 +104,40 @@ def test_samples_that_were_done_are_not_run_again(config, quiet, alone, monkeypa
     assert len(lines(given.output)) == 4  # of a key the last row counts
 
 
+@pytest.mark.parametrize("change", [None, "data", "cells"])
+def test_a_killed_command_goes_on_with_the_next_sample(
+    config, quiet, alone, monkeypatch, tiny_folder, tmp_path, change
+):
+    """Unless the data has changed, or a cell is new, which shares the reading of all samples."""
+    corpus = tmp_path / "corpus" / "test.jsonl"
+    corpus.parent.mkdir()
+    corpus.write_bytes((tiny_folder / "corpus" / "test.jsonl").read_bytes())
+    every, kind, calls = list(alone["full"][0]), tasks.TASKS["ppl"][0], []
+    run, dies = kind.run, [True]
+
+    def die(self, model, tokenizer, policies, samples):
+        calls.append([sample.id for sample in samples])
+        for index, outcome in run(self, model, tokenizer, policies, samples):
+            if outcome.sample == every[3] and index == 1 and dies:
+                raise KeyboardInterrupt  # as a kill: the fourth sample of the first cell is in the folder
+            yield index, outcome
+
+    monkeypatch.setattr(kind, "run", die)
+    given = config(policies=["full", "h2o"], budgets=[0.5], root=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        compare(given, quiet)
+    dies.clear()
+    if change == "data":
+        corpus.write_text(corpus.read_text().replace("a", "b"))
+    if change == "cells":
+        given.policies.append("knorm")
+    comparison = compare(given, quiet)
+    assert calls == [every, every[3:] if change is None else every]
+    assert not list((comparison.folder / "unfinished").iterdir())
+    if change != "data":
+        assert {name: results(comparison)[name] for name in alone} == alone
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -61,6 +61,18 @@ def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path, caplog):
     assert torn == LINE[:40] and parse(folder.SUMMARY, line) == SUMMARY
 
 
+def test_outcomes_of_an_unfinished_cell_come_back_up_to_a_torn_line(tmp_path):
+    results, second = Folder(tmp_path), replace(OUTCOME, sample="4")
+    assert results.unfinished("f") == []
+    results.begin("f", [OUTCOME])
+    results.add("f", second)
+    with (tmp_path / "unfinished" / "f.jsonl").open("a") as file:
+        file.write(SAMPLES[:40])
+    assert results.unfinished("f") == [OUTCOME, second] and results.read() == {}
+    results.append(FinishedCell(replace(SUMMARY, key="f"), [OUTCOME], []))
+    assert results.unfinished("f") == [] and results.read().keys() == {"f"}
+
+
 def test_a_key_cannot_lead_out_of_the_folder(tmp_path, caplog):
     results = Folder(tmp_path / "out")
     (tmp_path / "secret.jsonl").write_text(SAMPLES)
