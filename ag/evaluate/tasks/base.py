@@ -73,7 +73,9 @@ class Outcome:
     tokens: int  # of the prompt; of the complete text if decoding evicts (books, worked problems)
     kept: float  # kept share of their (token, layer, KV head) entries, after the prompt or while decoding evicts
     kv_bytes: int  # allocated for keys and values after the prompt, or at the end if decoding evicts
-    seconds: float  # of eviction, question and answer; without the prompt, which policies read together
+    seconds: (
+        float  # of eviction, question, answer, and an equal part of what policies write together; not of the prompt
+    )
     tags: Tags = field(default_factory=dict)  # tags of the sample, and further measures
     over_budget: bool = False  # whether more tokens were protected than the budget allows
     content_hash: str = ""  # of the sample; empty in results of earlier versions
@@ -185,26 +187,35 @@ class PromptTask(Task):
             prompt, question = (torch.tensor([ids], device=device) for ids in (sample.prompt, sample.question))
             caches = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
             full: Tensor | None = None
+            prompts, results = list[tuple[EvictionCache, Tensor]](), list[tuple[float, Tags]]()
+            usages, times = list[tuple[float, int]](), list[float]()
             for index in range(-len(compared), len(policies)):
-                cache, last_hidden = caches.pop(0)  # freed before the next answer
+                cache, last_hidden = caches.pop(0)
                 usage = cache.kept_share(), cache.nbytes
                 # scoring after this counts in the time of the answer
                 seconds, start = cache.scoring_seconds, synchronised_time(device)
                 if sample.question:
                     last_hidden = feed(model, cache, question)[:, -1]
+                seconds += synchronised_time(device) - start
                 if index < 0:
                     full = log_probabilities(model, cache, last_hidden, sample.target_tokens)
                     continue
-                seconds += synchronised_time(device) - start
-                copied = None if full is None else copy.deepcopy(cache)
+                other: dict[str, float] = {}
+                if full is not None:
+                    copied = copy.deepcopy(cache)
+                    other = distance(full, log_probabilities(model, copied, last_hidden, sample.target_tokens))
                 start = synchronised_time(device)
                 score, tags = self.answer(model, tokenizer, cache, last_hidden, sample)
-                seconds += synchronised_time(device) - start
-                over = bool(cache.over_budget.any())
-                if full is not None and copied is not None:
-                    other = log_probabilities(model, copied, last_hidden, sample.target_tokens)
-                    tags = {**tags, **distance(full, other)}
-                yield index, Outcome(sample.id, score, len(sample.prompt), *usage, seconds, tags, over)
+                times.append(seconds + synchronised_time(device) - start)
+                usages.append(usage)
+                prompts.append((cache, last_hidden))
+                results.append((score, {**tags, **other}))
+            start = synchronised_time(device)
+            results = self.write(model, tokenizer, prompts, sample, results)
+            shared = (synchronised_time(device) - start) / max(1, len(policies))
+            for index, (score, tags) in enumerate(results):
+                over, seconds = bool(prompts[index][0].over_budget.any()), times[index] + shared
+                yield index, Outcome(sample.id, score, len(sample.prompt), *usages[index], seconds, tags, over)
 
     @abstractmethod
     def answer(
@@ -219,6 +230,28 @@ class PromptTask(Task):
             last_hidden: ``[1, d]``, the final hidden state of the last token before the answer.
             sample: a sample of :meth:`load`.
         """
+
+    def write(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        prompts: Sequence[tuple[EvictionCache, Tensor]],
+        sample: Sample,
+        results: list[tuple[float, Tags]],
+    ) -> list[tuple[float, Tags]]:
+        """Let the model write after each prompt, all policies in one batch, and return the scores and tags after that.
+
+        A task whose model does not write keeps the ``results`` of :meth:`answer`, which must have left the caches as
+        they were if this method uses them.
+
+        Args:
+            model: the model.
+            tokenizer: its tokenizer.
+            prompts: for each policy its cache and ``last_hidden``, as in :meth:`answer`.
+            sample: a sample of :meth:`load`.
+            results: for each policy the score and tags of :meth:`answer`.
+        """
+        return results
 
 
 def synchronised_time(device: torch.device) -> float:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine import EvictionCache
+from ag.engine.shared_step import step_together
 from ag.model.structure import decoder_of, lm_logits
 
 
@@ -86,15 +87,21 @@ def feed_texts(model: nn.Module, cache: EvictionCache, texts: Sequence[list[int]
 
 def greedy(
     model: nn.Module,
-    cache: EvictionCache,
-    last_hidden: Tensor,
+    prompts: Sequence[tuple[EvictionCache, Tensor]],
     max_new_tokens: int,
     stop: Collection[int],
     min_new_tokens: int = 0,
-) -> list[int]:
-    """Continue one prompt by the likeliest tokens; see :func:`continue_batch`."""
-    [written] = continue_batch(model, cache, last_hidden, [max_new_tokens], stop, min_new_tokens)
-    return written.tokens
+) -> list[list[int]]:
+    """Continue prompts by the likeliest tokens, and return the tokens after each.
+
+    ``prompts`` are caches with one prompt each, perhaps of different policies, and the final hidden state ``[1, d]`` of
+    its last token. The caches are changed. For the other arguments see :func:`continue_batch`.
+    """
+    caches, hidden = [cache for cache, _ in prompts], torch.cat([last_hidden for _, last_hidden in prompts])
+    limits = [max_new_tokens] * len(prompts)
+    texts = continue_batch(model, caches, hidden, limits, stop, min_new_tokens)
+    written = {text.text_index: text.tokens for text in texts}
+    return [written[index] for index in range(len(prompts))]
 
 
 def likeliest(logits: Tensor, text_indices: Sequence[int]) -> list[int]:
@@ -107,14 +114,14 @@ class WrittenText(NamedTuple):
     """A finished text of a batch."""
 
     text_index: int  # index of the text in the original batch
-    sequence: int  # index of the text in the cache, valid until the next text is yielded
+    sequence: int  # its current index among the sequences or caches, valid until the next text is yielded
     tokens: list[int]  # without the end token
 
 
 @torch.no_grad()
 def continue_batch(
     model: nn.Module,
-    cache: EvictionCache,
+    cache: EvictionCache | list[EvictionCache],
     last_hidden: Tensor,
     max_new_tokens: Sequence[int],
     stop: Collection[int],
@@ -125,7 +132,7 @@ def continue_batch(
 
     Args:
         model: the model.
-        cache: a cache with B prompts; this function changes it.
+        cache: a cache with B prompts, or B caches with one prompt each; this function changes them.
         last_hidden: ``[B, d]``, the final hidden state of each prompt's last token.
         max_new_tokens: most tokens of each text.
         stop: tokens that end a text and are not part of it.
@@ -146,12 +153,17 @@ def continue_batch(
                 yield WrittenText(unfinished[sequence], sequence, text)
             else:
                 kept_sequences.append(sequence)
-        if kept_sequences and len(kept_sequences) < len(unfinished):
+        if isinstance(cache, list):
+            cache = [cache[sequence] for sequence in kept_sequences]
+        elif kept_sequences and len(kept_sequences) < len(unfinished):
             cache.batch_select_indices(torch.tensor(kept_sequences, device=last_hidden.device))
         unfinished = [unfinished[sequence] for sequence in kept_sequences]
         if unfinished:
-            tokens = torch.tensor([[texts[text_index][-1]] for text_index in unfinished], device=last_hidden.device)
-            last_hidden = feed(model, cache, tokens)[:, -1]
+            tokens = [texts[text_index][-1] for text_index in unfinished]
+            if isinstance(cache, list):
+                last_hidden = step_together(model, cache, tokens)
+            else:
+                last_hidden = feed(model, cache, torch.tensor(tokens, device=last_hidden.device)[:, None])[:, -1]
 
 
 def padded(texts: Sequence[list[int]], device: torch.device, side: str = "left") -> tuple[Tensor, Tensor]:

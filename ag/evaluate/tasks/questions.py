@@ -94,7 +94,7 @@ class QuestionTask(PromptTask):
     def answer(
         self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
-        """Score the right answers, then let the model answer."""
+        """Score the right answers; the score is 1 if each token of the likeliest one is the likeliest token."""
         tags, scored = dict(sample.tags), []
         for number, answer in enumerate(sample.answers, start=1):  # one by one: memory for one more cache suffices
             used_up = not self.generates and number == len(sample.answers)
@@ -104,12 +104,24 @@ class QuestionTask(PromptTask):
         if scored:
             nats_of, likeliest = min(scored, key=lambda pair: pair[0])
             tags |= {"nats": nats_of, "hits": float(likeliest.all())}
-            if not self.generates:
-                return float(likeliest.all()), tags
+        return float(tags.get("hits", 0.0)), tags
+
+    def write(
+        self,
+        model: nn.Module,
+        tokenizer: Tokenizer,
+        prompts: Sequence[tuple[EvictionCache, Tensor]],
+        sample: Sample,
+        results: list[tuple[float, Tags]],
+    ) -> list[tuple[float, Tags]]:
+        """Let the model answer under all policies in one batch; the scores are the grades of the answers."""
+        if not self.generates:
+            return results
         stop, min_new_tokens = self.end_conditions(model, tokenizer)
-        written = greedy(model, cache, last_hidden, sample.max_new_tokens, stop, min_new_tokens)
-        text = str(tokenizer.decode(written, skip_special_tokens=True))
-        return self.grade(text, sample), {**tags, "answer": text}
+        written = greedy(model, prompts, sample.max_new_tokens, stop, min_new_tokens)
+        texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]
+        graded = zip(results, texts, strict=True)
+        return [(self.grade(text, sample), {**tags, "answer": text}) for (_, tags), text in graded]
 
 
 def num_blank_tokens(tokenizer: Tokenizer, answer: list[int]) -> int:
