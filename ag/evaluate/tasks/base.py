@@ -185,37 +185,36 @@ class PromptTask(Task):
         for sample in samples:
             compared = [policy("full")] if sample.target_tokens and self.compares else []
             prompt, question = (torch.tensor([ids], device=device) for ids in (sample.prompt, sample.question))
-            caches = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
+            prompts = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
             full: Tensor | None = None
-            prompts, results = list[tuple[EvictionCache, Tensor]](), list[tuple[float, Tags]]()
-            usages, times = list[tuple[float, int]](), list[float]()
-            for index in range(-len(compared), len(policies)):
-                cache, last_hidden = caches.pop(0)
+            if compared:
+                cache, last_hidden = prompts.pop(0)
+                last_hidden = feed(model, cache, question)[:, -1] if sample.question else last_hidden
+                full = log_probabilities(model, cache, last_hidden, sample.target_tokens)
+            outcomes = list[Outcome]()
+            for index, (cache, last_hidden) in enumerate(prompts):
                 usage = cache.kept_share(), cache.nbytes
                 # scoring after this counts in the time of the answer
                 seconds, start = cache.scoring_seconds, synchronised_time(device)
-                if sample.question:
-                    last_hidden = feed(model, cache, question)[:, -1]
+                last_hidden = feed(model, cache, question)[:, -1] if sample.question else last_hidden
                 seconds += synchronised_time(device) - start
-                if index < 0:
-                    full = log_probabilities(model, cache, last_hidden, sample.target_tokens)
-                    continue
-                other: dict[str, float] = {}
+                prompts[index] = cache, last_hidden
+                distances: dict[str, float] = {}
                 if full is not None:
-                    copied = copy.deepcopy(cache)
-                    other = distance(full, log_probabilities(model, copied, last_hidden, sample.target_tokens))
+                    other = log_probabilities(model, copy.deepcopy(cache), last_hidden, sample.target_tokens)
+                    distances = distance(full, other)
                 start = synchronised_time(device)
                 score, tags = self.answer(model, tokenizer, cache, last_hidden, sample)
-                times.append(seconds + synchronised_time(device) - start)
-                usages.append(usage)
-                prompts.append((cache, last_hidden))
-                results.append((score, {**tags, **other}))
+                seconds += synchronised_time(device) - start
+                outcomes.append(Outcome(sample.id, score, len(sample.prompt), *usage, seconds, {**tags, **distances}))
             start = synchronised_time(device)
-            results = self.write(model, tokenizer, prompts, sample, results)
-            shared = (synchronised_time(device) - start) / max(1, len(policies))
-            for index, (score, tags) in enumerate(results):
-                over, seconds = bool(prompts[index][0].over_budget.any()), times[index] + shared
-                yield index, Outcome(sample.id, score, len(sample.prompt), *usages[index], seconds, tags, over)
+            written = self.write(model, tokenizer, prompts, sample)
+            shared_seconds = (synchronised_time(device) - start) / max(1, len(policies))
+            for index, outcome in enumerate(outcomes):
+                score, tags = written[index] if written else (outcome.score, {})
+                over, tags = bool(prompts[index][0].over_budget.any()), {**outcome.tags, **tags}
+                seconds = outcome.seconds + shared_seconds
+                yield index, replace(outcome, score=score, seconds=seconds, tags=tags, over_budget=over)
 
     @abstractmethod
     def answer(
@@ -232,26 +231,20 @@ class PromptTask(Task):
         """
 
     def write(
-        self,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        prompts: Sequence[tuple[EvictionCache, Tensor]],
-        sample: Sample,
-        results: list[tuple[float, Tags]],
+        self, model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[tuple[EvictionCache, Tensor]], sample: Sample
     ) -> list[tuple[float, Tags]]:
-        """Let the model write after each prompt, all policies in one batch, and return the scores and tags after that.
+        """Let the model write after each prompt, all policies in one batch, and return a score and tags for each.
 
-        A task whose model does not write keeps the ``results`` of :meth:`answer`, which must have left the caches as
-        they were if this method uses them.
+        The scores replace those of :meth:`answer`, and the tags are added. Empty, as by default: the model does not
+        write.
 
         Args:
             model: the model.
             tokenizer: its tokenizer.
-            prompts: for each policy its cache and ``last_hidden``, as in :meth:`answer`.
+            prompts: for each policy its cache and ``last_hidden``, as :meth:`answer` has left them.
             sample: a sample of :meth:`load`.
-            results: for each policy the score and tags of :meth:`answer`.
         """
-        return results
+        return []
 
 
 def synchronised_time(device: torch.device) -> float:

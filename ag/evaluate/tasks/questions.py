@@ -107,21 +107,15 @@ class QuestionTask(PromptTask):
         return float(tags.get("hits", 0.0)), tags
 
     def write(
-        self,
-        model: nn.Module,
-        tokenizer: Tokenizer,
-        prompts: Sequence[tuple[EvictionCache, Tensor]],
-        sample: Sample,
-        results: list[tuple[float, Tags]],
+        self, model: nn.Module, tokenizer: Tokenizer, prompts: Sequence[tuple[EvictionCache, Tensor]], sample: Sample
     ) -> list[tuple[float, Tags]]:
         """Let the model answer under all policies in one batch; the scores are the grades of the answers."""
         if not self.generates:
-            return results
+            return []
         stop, min_new_tokens = self.end_conditions(model, tokenizer)
         written = greedy(model, prompts, sample.max_new_tokens, stop, min_new_tokens)
         texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in written]
-        graded = zip(results, texts, strict=True)
-        return [(self.grade(text, sample), {**tags, "answer": text}) for (_, tags), text in graded]
+        return [(self.grade(text, sample), {"answer": text}) for text in texts]
 
 
 def num_blank_tokens(tokenizer: Tokenizer, answer: list[int]) -> int:
