@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 from types import SimpleNamespace
 
@@ -32,6 +31,7 @@ from ag.training.module import GatedLM, make_loss
 from ag.training.validation import Validation
 from tests.support import ROOT, hf_ranks
 from tests.support.bounds import hold, of_nats
+from tests.support.command import free_port
 from tests.support.refused import refuses
 from tests.support.warm import started
 
@@ -547,11 +547,8 @@ def test_the_example_of_the_page(tiny_llama, tiny_tokenizer, tmp_path, monkeypat
 @pytest.mark.nightly
 def test_two_processes_train_like_one_with_twice_the_rows(tmp_path):
     """DistributedDataParallel averages the gradients of gates and adapters, and no metric counts a row twice."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support import hf_ranks; hf_ranks.train"
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [started(), "-c", f"{code}({str(tmp_path / 'two')!r}, 2)"],

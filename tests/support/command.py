@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -40,9 +43,22 @@ def start(*arguments: str | Path, script: Path | None = UNDRAWN, **options: Any)
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())},
         **options,
     )
+
+
+def free_port() -> int:
+    """Return a port for the ranks of a run that is free, and below those that Linux gives to the ends of clients.
+
+    A rank that connects before the first rank listens could otherwise be given this port for its own end: it would be
+    connected to itself, and the first rank could not listen.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def runs(output: Path) -> set[Path]:
