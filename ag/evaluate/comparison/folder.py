@@ -3,7 +3,7 @@
 - ``results.jsonl``: the summary of a cell on each line, appended and synced as the cell ends. The last line of a key
   counts;
 - ``samples/KEY.jsonl``: the outcome of every sample of the cell, complete before its line is written;
-- ``unfinished/KEY.jsonl``: the outcomes of a cell that runs, or that ran when the process was killed;
+- ``unfinished/KEY.jsonl``: the outcomes of a cell that runs, that ran when the process was killed, or that failed;
 - ``views/KEY.json``: the kept tokens of a few prompts;
 - ``lock``: locked by the process that writes; the kernel unlocks it when that process ends, even by a kill.
 
@@ -96,15 +96,10 @@ class FinishedCell(NamedTuple):
 
 
 class Folder:
-    """The folder of a comparison, which is made if it does not exist."""
+    """The folder of a comparison, which is made when it is first written to."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        try:
-            for part in ("samples", "unfinished", "views"):
-                (self.path / part).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output={path}: {error.strerror}; expected a folder that can be written to.") from error
 
     def read(self) -> dict[str, FinishedCell]:
         """Return the finished cells by key. Damaged cells are left out, with a warning."""
@@ -127,10 +122,8 @@ class Folder:
     def append(self, cell: FinishedCell) -> None:
         """Write a finished cell. After a crash the folder has it completely or not at all."""
         key = cell.summary.key
-        views = json.dumps([view.to_json() for view in cell.views])
-        for name, text in ((f"samples/{key}.jsonl", _lines(cell.outcomes)), (f"views/{key}.json", views)):
-            with replacing(self.path / name) as new:
-                new.write_text(text, encoding="utf-8")
+        self._write(f"samples/{key}.jsonl", _lines(cell.outcomes))
+        self._write(f"views/{key}.json", json.dumps([view.to_json() for view in cell.views]))
         line = json.dumps(asdict(cell.summary), allow_nan=False).encode() + b"\n"
         with (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
@@ -139,12 +132,12 @@ class Folder:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
-        self._unfinished(key).unlink(missing_ok=True)
+        if cell.summary.problem is None:  # a failed cell goes on from its outcomes when it is retried
+            self._unfinished(key).unlink(missing_ok=True)
 
     def begin(self, key: str, outcomes: Sequence[Outcome]) -> None:
         """Write the outcomes that a cell begins with, so that :meth:`add` appends to these."""
-        with replacing(self._unfinished(key)) as new:
-            new.write_text(_lines(outcomes), encoding="utf-8")
+        self._write(f"unfinished/{key}.jsonl", _lines(outcomes))
 
     def add(self, key: str, outcome: Outcome) -> None:
         """Append an outcome of a cell that runs."""
@@ -152,7 +145,7 @@ class Folder:
             file.write(_lines([outcome]))
 
     def unfinished(self, key: str) -> list[Outcome]:
-        """Return the outcomes of a cell that has not ended, up to the first line that cannot be read."""
+        """Return the outcomes of a cell without a result, up to the first line that cannot be read."""
         outcomes, path = [], self._unfinished(key)
         for line in path.read_bytes().splitlines() if path.exists() else []:
             try:
@@ -162,12 +155,29 @@ class Folder:
         return outcomes
 
     def writing(self) -> AbstractContextManager[None]:
-        """Lock the folder for this process; raises ``UserError`` if another process writes into it."""
+        """Make the folder and lock it for this process.
+
+        Raises:
+            UserError: the folder cannot be made, or another process writes into it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"output={self.path}: {error.strerror}; expected a folder that can be written to."
+            ) from error
         refusal = (
             f"output={self.path}: another process writes there: wait for it, or give another folder; "
             "cluster=local runs several cells at once."
         )
         return locked(self.path, refusal)
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file of the folder, completely or not at all."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as new:
+            new.write_text(text, encoding="utf-8")
 
     def _unfinished(self, key: str) -> Path:
         return self.path / "unfinished" / f"{key}.jsonl"

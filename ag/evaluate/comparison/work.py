@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 
 import torch
@@ -44,7 +44,8 @@ def run_missing_cells(
     Returns all cells of the folder by key, including cells of earlier commands.
 
     Raises:
-        UserError: the model or a task's data cannot be read, or another process writes into the folder.
+        UserError: the model or a task's data cannot be read, the samples of a task change from cell to cell, or
+            another process writes into the folder.
         KeyboardInterrupt: on Ctrl-C; the message names the number of finished cells.
     """
     command = command or python_call(config)
@@ -57,6 +58,7 @@ def run_missing_cells(
         try:
             with progress.bar:
                 progress.cells(num_finished)
+                already_repeated = False
                 while missing:
                     for finished_together in _run_cells(config, missing, command, progress, folder):
                         for cell in finished_together:
@@ -64,10 +66,17 @@ def run_missing_cells(
                             finished[cell.summary.key] = cell
                             num_finished += 1
                         progress.cells(num_finished)  # once: cells of one pass end together
-                    missing = _outdated(cells, finished, {cell.task.name: finished[cell.key] for cell in missing})
+                    missing = _outdated(cells, finished, missing)
                     num_finished -= len(missing)
                     if missing:
                         names = ", ".join(cell.name for cell in missing)
+                        if already_repeated:
+                            raise UserError(
+                                f"{missing[0].task.name}: its samples were not the same in each cell, and not when "
+                                f"these were measured again: {names}; expected a task that yields every sample for "
+                                "each policy, and reads equal samples each time."
+                            )
+                        already_repeated = True
                         console.print(f"The data has changed since these results, which are measured again: {names}")
         except KeyboardInterrupt:
             state = f"{num_finished} of {len(cells)} cells are in {folder.path}"
@@ -75,15 +84,17 @@ def run_missing_cells(
     return finished
 
 
-def _outdated(
-    cells: Sequence[Cell], finished: Mapping[str, FinishedCell], newest: Mapping[str, FinishedCell]
-) -> list[Cell]:
-    """Return the cells whose samples are not those of the newest cell of their task, by its name."""
+def _outdated(cells: Sequence[Cell], finished: Mapping[str, FinishedCell], newest: Sequence[Cell]) -> list[Cell]:
+    """Return the cells whose samples are not those of their task's last measured cell among the ``newest``."""
+    measured = [cell for cell in newest if finished[cell.key].outcomes]
+    newest_by_task = {cell.task.name: finished[cell.key].outcomes for cell in measured}
     outdated = []
     for cell in cells:
-        pair = [each.outcomes for each in (finished[cell.key], newest.get(cell.task.name, finished[cell.key]))]
-        if all(pair) and len(common_samples(*pair)) < max(map(len, pair)):
-            outdated.append(cell)
+        outcomes, newest_outcomes = finished[cell.key].outcomes, newest_by_task.get(cell.task.name, [])
+        if outcomes and newest_outcomes:
+            longest = max(len(outcomes), len(newest_outcomes))
+            if len(common_samples(outcomes, newest_outcomes)) < longest:
+                outdated.append(cell)
     return outdated
 
 
@@ -143,6 +154,7 @@ class Worker:
         self.max_tokens = min(context, config.max_tokens or context)
         self.task: Task | None = None
         self.loaded = NOTHING
+        self.content_hashes: dict[str, str] = {}
 
     def run(
         self, cells: Sequence[Cell], outcomes_by_cell: Sequence[list[Outcome]] = (), waiting: int = 0
@@ -156,6 +168,7 @@ class Worker:
             if cells[0].task != self.task:
                 self.task, self.loaded = None, NOTHING
                 self.loaded = cells[0].task.load(self.tokenizer, self.config.samples, self.max_tokens)
+                self.content_hashes = {sample.id: sample.content_hash for sample in self.loaded.samples}
                 self.task = cells[0].task
         except UserError:
             raise
@@ -178,7 +191,7 @@ class Worker:
     def _run(
         self, cells: Sequence[Cell], outcomes_by_cell: Sequence[list[Outcome]], waiting: int
     ) -> list[FinishedCell]:
-        """Run cells of one task on the samples without an outcome under all cells; outcomes are appended."""
+        """Run cells of one task, each on the samples without an outcome; outcomes are appended."""
         samples = self.loaded.samples
         batch = getattr(cells[0].task, "batch", 1)
         self.progress.begin(cells[0].name, len(cells), len(samples), waiting, batch)
@@ -192,33 +205,38 @@ class Worker:
                 f"no sample can be run: {num_too_long} are longer than {self.max_tokens} tokens, "
                 f"{num_too_short} are too short."
             )
-        is_resumed = self.folder is not None and not any(run_outcomes)
-        if self.folder is not None and is_resumed:
-            for cell, cell_outcomes in zip(touched, run_outcomes, strict=True):
-                cell_outcomes += self.folder.unfinished(cell.key)
-        num_done = _num_common_samples(run_outcomes, samples) if touched else len(samples)
+        is_first_attempt = self.folder is not None and not any(run_outcomes)
         for cell, cell_outcomes in zip(touched, run_outcomes, strict=True):
-            del cell_outcomes[num_done:]
+            if self.folder is not None and is_first_attempt:
+                cell_outcomes += self.folder.unfinished(cell.key)
+            del cell_outcomes[_num_valid(cell_outcomes, self.content_hashes) :]
             if self.folder is not None:
                 self.folder.begin(cell.key, cell_outcomes)
-        self.progress.outcome(num_done * len(run_outcomes), of_earlier_command=is_resumed)
-        remaining, hashes = samples[num_done:], {sample.id: sample.content_hash for sample in samples}
-        for index, outcome in cells[0].task.run(self.model, self.tokenizer, policies, remaining) if remaining else ():
-            for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has only finite numbers
-                if isinstance(value, float) and not math.isfinite(value):
-                    raise UserError(
-                        f"sample {outcome.sample} has the {name} {value}: expected a finite number; try dtype=float32."
-                    )
-            outcome = replace(outcome, content_hash=hashes.get(outcome.sample, ""))
-            run_outcomes[index].append(outcome)
-            if self.folder is not None:
-                self.folder.add(touched[index].key, outcome)
-            self.progress.outcome()
+        counts = [len(cell_outcomes) for cell_outcomes in run_outcomes]
+        self.progress.outcome(sum(counts), of_earlier_command=is_first_attempt)
+        # cells with fewer outcomes run alone until they have caught up with the others
+        for first, end in pairwise(sorted({*counts, len(samples)})):
+            behind = [index for index, count in enumerate(counts) if count <= first]
+            batch_policies = [policies[index] for index in behind]
+            for index, outcome in cells[0].task.run(self.model, self.tokenizer, batch_policies, samples[first:end]):
+                self._add(touched[behind[index]], outcome, run_outcomes[behind[index]])
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
         results = zip(touched, run_outcomes, views, strict=True)
         finished = [self._finish(cell, None, outcomes, cell_views) for cell, outcomes, cell_views in results]
         return finished + [self._finish(cell, cell.refusal()) for cell in refused]
+
+    def _add(self, cell: Cell, outcome: Outcome, outcomes: list[Outcome]) -> None:
+        """Append an outcome to those of its cell, here and in the folder; raises ``UserError`` if it is not finite."""
+        for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has only finite numbers
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(
+                    f"sample {outcome.sample} has the {name} {value}: expected a finite number; try dtype=float32."
+                )
+        outcomes.append(replace(outcome, content_hash=self.content_hashes.get(outcome.sample, "")))
+        if self.folder is not None:
+            self.folder.add(cell.key, outcomes[-1])
+        self.progress.outcome()
 
     def _finish(
         self, cell: Cell, problem: str | None, outcomes: Sequence[Outcome] = (), views: Sequence[KeptTokens] = ()
@@ -299,15 +317,10 @@ class ComparisonProgress:
             self._console.print(f"{text} ({self._name})", soft_wrap=True, highlight=False)
 
 
-def _num_common_samples(outcomes_by_cell: Sequence[Sequence[Outcome]], samples: Sequence[Sample]) -> int:
-    """Return how many first samples all cells have finished.
-
-    It is 0 if a plugin's task ran them in another order, or if the data has changed.
-    """
-    count = min(map(len, outcomes_by_cell))
-    expected = [(sample.id, sample.content_hash) for sample in samples[:count]]
-    finished = ([(outcome.sample, outcome.content_hash) for outcome in cell[:count]] for cell in outcomes_by_cell)
-    return count if all(pairs == expected for pairs in finished) else 0
+def _num_valid(outcomes: Sequence[Outcome], content_hashes: Mapping[str, str]) -> int:
+    """Return how many first outcomes are those of the first samples, by their ids in order and their contents."""
+    pairs = zip(outcomes, content_hashes.items(), strict=False)
+    return len([*takewhile(lambda pair: (pair[0].sample, pair[0].content_hash) == pair[1], pairs)])
 
 
 def _problem(error: Exception) -> str:

@@ -230,6 +230,33 @@ def test_changed_data_is_measured_again(config, quiet, tiny_folder, tmp_path):
     assert all(row.data == root["root"] for row in again.results)
 
 
+def test_changed_data_is_noticed_where_the_last_new_policy_fails(config, quiet, tiny_folder, tmp_path, monkeypatch):
+    corpus = tmp_path / "corpus" / "test.jsonl"
+    corpus.parent.mkdir()
+    corpus.write_text((tiny_folder / "corpus" / "test.jsonl").read_text())
+    root = {"root": str(tmp_path), "view_samples": 0, "budgets": [0.5]}
+    compare(config(policies=["full"], **root), quiet)
+    corpus.write_text(corpus.read_text().replace("a", "b"))
+    monkeypatch.setattr("ag.engine.scorers.h2o.H2O.score", lambda scorer, inputs: {}["absent"])
+    again = compare(config(policies=["full", "tova", "h2o"], **root), quiet)
+    fresh = compare(config(policies=["full", "tova"], output=tmp_path / "fresh", **root), quiet)
+    assert [row.problem is None for row in again.results] == [True, True, False]
+    assert [row.mean for row in again.results[:2]] == [row.mean for row in fresh.results]
+
+
+def test_a_task_whose_samples_differ_from_policy_to_policy_is_refused(config, quiet, monkeypatch):
+    kind = tasks.TASKS["ppl"][0]
+    run = kind.run
+
+    def leave_out_the_first(self, model, tokenizer, policies, samples):
+        outcomes = run(self, model, tokenizer, policies, samples)
+        return (pair for pair in outcomes if policies[pair[0]].spec.evicts is False or pair[1].sample != samples[0].id)
+
+    monkeypatch.setattr(kind, "run", leave_out_the_first)
+    with refuses(UserError, "ppl", "h2o 0.5", "expected a task that yields every sample for each policy"):
+        compare(config(policies=["full", "h2o"], budgets=[0.5]), quiet)
+
+
 def test_damaged_rows_are_named_and_run_again(config, quiet, done, caplog):
     """A row is torn, and the samples of another one are missing; cells alone give what they give together."""
     before, rows = lines(done), (done / ROWS).read_bytes().splitlines()

@@ -82,11 +82,13 @@ def test_samples_that_were_done_are_not_run_again(config, quiet, alone, monkeypa
     kind, calls = tasks.TASKS["ppl"][0], []
     run = kind.run
 
+    def record(self, model, tokenizer, policies, samples):
+        calls.append(([str(policy.spec) for policy in policies], [sample.id for sample in samples]))
+        return run(self, model, tokenizer, policies, samples)
+
     def fail(self, model, tokenizer, policies, samples):
-        listed = [str(policy.spec) for policy in policies]
-        calls.append((listed, [sample.id for sample in samples]))
-        for index, outcome in run(self, model, tokenizer, policies, samples):
-            if outcome.sample == every[3] and "tova" in listed:
+        for index, outcome in record(self, model, tokenizer, policies, samples):
+            if outcome.sample == every[3] and "tova" in calls[-1][0]:
                 raise MemoryError("none left")
             yield index, outcome
 
@@ -100,15 +102,19 @@ def test_samples_that_were_done_are_not_run_again(config, quiet, alone, monkeypa
     assert calls == [(listed, every), *(([name], every[3:]) for name in listed)]
     assert compare(given, quiet).failed  # a failed cell runs again only with retry=true
     given.retry = True
+    calls.clear()
+    monkeypatch.setattr(kind, "run", record)
     assert not compare(given, quiet).failed
+    assert calls == [(["tova"], every[3:])]
     assert len(lines(given.output)) == 4  # of a key the last row counts
+    assert not list((failed.folder / "unfinished").iterdir())
 
 
 @pytest.mark.parametrize("change", [None, "data", "cells"])
 def test_a_killed_command_goes_on_with_the_next_sample(
     config, quiet, alone, monkeypatch, tiny_folder, tmp_path, change
 ):
-    """Unless the data has changed, or a cell is new, which shares the reading of all samples."""
+    """Unless the data has changed. A new cell first runs alone on the samples that the others have done."""
     corpus = tmp_path / "corpus" / "test.jsonl"
     corpus.parent.mkdir()
     corpus.write_bytes((tiny_folder / "corpus" / "test.jsonl").read_bytes())
@@ -116,7 +122,7 @@ def test_a_killed_command_goes_on_with_the_next_sample(
     run, dies = kind.run, [True]
 
     def die(self, model, tokenizer, policies, samples):
-        calls.append([sample.id for sample in samples])
+        calls.append((len(policies), [sample.id for sample in samples]))
         for index, outcome in run(self, model, tokenizer, policies, samples):
             if outcome.sample == every[3] and index == 1 and dies:
                 raise KeyboardInterrupt  # as a kill: the fourth sample of the first cell is in the folder
@@ -132,7 +138,12 @@ def test_a_killed_command_goes_on_with_the_next_sample(
     if change == "cells":
         given.policies.append("knorm")
     comparison = compare(given, quiet)
-    assert calls == [every, every[3:] if change is None else every]
+    after_the_kill = {
+        None: [(1, every[3:4]), (2, every[4:])],
+        "data": [(2, every)],
+        "cells": [(1, every[:3]), (2, every[3:4]), (3, every[4:])],
+    }
+    assert calls == [(2, every), *after_the_kill[change]]
     assert not list((comparison.folder / "unfinished").iterdir())
     if change != "data":
         assert {name: results(comparison)[name] for name in alone} == alone

@@ -69,12 +69,21 @@ def test_outcomes_of_an_unfinished_cell_come_back_up_to_a_torn_line(tmp_path):
     with (tmp_path / "unfinished" / "f.jsonl").open("a") as file:
         file.write(SAMPLES[:40])
     assert results.unfinished("f") == [OUTCOME, second] and results.read() == {}
+    failed = replace(SUMMARY, key="f", problem="out of memory: 3 GiB", mean=None, kept=None, n=0)
+    results.append(FinishedCell(failed, [], []))
+    assert results.unfinished("f") == [OUTCOME, second]
     results.append(FinishedCell(replace(SUMMARY, key="f"), [OUTCOME], []))
     assert results.unfinished("f") == [] and results.read().keys() == {"f"}
 
 
+def test_reading_leaves_a_folder_as_it_is(tmp_path):
+    assert Folder(tmp_path).read() == Folder(tmp_path / "absent").read() == {}
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_key_cannot_lead_out_of_the_folder(tmp_path, caplog):
     results = Folder(tmp_path / "out")
+    (tmp_path / "out" / "samples").mkdir(parents=True)
     (tmp_path / "secret.jsonl").write_text(SAMPLES)
     (tmp_path / "out" / "results.jsonl").write_text(json.dumps(asdict(SUMMARY) | {"key": "../../secret"}) + "\n")
     assert results.read() == {}
