@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -17,6 +18,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.warnings import disable_possible_user_warnings
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.strategies import StrategyRegistry
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +33,7 @@ from ag.config.loss import ReplayConfig
 from ag.config.recipes import dump
 from ag.data import DataModule, early
 from ag.errors import UserError
-from ag.files import locked
+from ag.files import locked, replacing
 from ag.gates import export
 from ag.gates.gate import AttentionGates, gate_kind
 from ag.model import base as models
@@ -120,6 +122,9 @@ def fit(
         trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
         if trainer.is_global_zero:
             print_start(batches, checkpoint)
+        if run_dir is not None and config.resume is not None:
+            record = partial(write_config, run_dir, replace(config, resume=None))
+            trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: record()))
         train(trainer, module, batches, checkpoint, run_dir)
         if run_dir is not None:
             finish(trainer, module, batches, run_dir, base, tokenizer)
@@ -309,8 +314,15 @@ def run_folder(config: Config) -> Path:
             break
         except FileExistsError:  # two runs in one second
             folder = folder.with_name(f"{folder.name}-1")
-    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    write_config(folder, config)
     return folder
+
+
+def write_config(run_dir: Path, config: Config) -> None:
+    """Write the settings of a run into its folder; the first rank does."""
+    if is_first_rank():
+        with replacing(run_dir / "config.yaml") as new:
+            new.write_text(dump(config), encoding="utf-8")
 
 
 def is_first_rank() -> bool:

@@ -54,9 +54,12 @@ class RunCheckpoint(StepCallback, Checkpoint):
                 partial.unlink()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start at the step of the checkpoint, or at 0."""
+        """Start at the step of the checkpoint, or at 0. A run whose patience has ended does not train on."""
         super().on_train_start(trainer, pl_module)
         self._saved_step = self._step
+        stopping = trainer.early_stopping_callback
+        if stopping is not None and stopping.wait_count >= stopping.patience:
+            trainer.should_stop = True  # Lightning restores the count, and not that the run has ended
         # after a checkpoint of an epoch's last batch Lightning 2.6 does not count the next epoch, and a second resume
         # would repeat it
         epochs = trainer.fit_loop.epoch_progress

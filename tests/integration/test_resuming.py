@@ -256,6 +256,29 @@ def test_a_finished_run_that_is_continued_has_the_learning_rates_of_its_new_leng
 
 
 @pytest.mark.slow
+def test_changed_settings_are_those_of_the_next_resume(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(recipe, tmp_path, "trainer.max_steps=2")
+    shutil.rmtree(run / "export")
+    interrupted(monkeypatch, "training_step", 0, f"resume={run}", "trainer.max_steps=5")
+    assert f"go on with: python -m ag.fit resume={run}" in capsys.readouterr().err
+    resume(run)
+    assert step_of(checkpoints(run)[0]) == 5
+
+
+@pytest.mark.slow
+def test_a_run_that_patience_ended_does_not_train_on(recipe: Path, tmp_path: Path) -> None:
+    settings = "checkpoint.patience=1", "trainer.val_every=2", "optim.gate_lr=0", "trainer.max_steps=20"
+    run = train(recipe, tmp_path, *settings)
+    [last] = {step_of(path) for path in checkpoints(run)[:1]}
+    assert last < 20
+    shutil.rmtree(run / "export")
+    resume(run)
+    assert step_of(checkpoints(run)[0]) == last and (run / "export").exists()
+
+
+@pytest.mark.slow
 def test_tensorboard_has_each_step_once(recipe: Path, tmp_path: Path) -> None:
     """After a kill, after a resume of a finished run, and after one that goes on."""
     run = train(recipe, tmp_path, *RUN, "logger=[tensorboard]", "checkpoint.keep_last=9")
