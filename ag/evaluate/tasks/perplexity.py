@@ -128,9 +128,10 @@ class Stream(Documents):
             full = self._score_stream(model, *caches.pop(0), book)[2] if compared else None
             for index in range(len(policies)):
                 cache, last_hidden = caches.pop(0)
-                start = synchronised_time(device)
+                # scoring after this counts in the time of the stream
+                seconds, start = cache.scoring_seconds, synchronised_time(device)
                 nats, kept_shares, log_probs = self._score_stream(model, cache, last_hidden, book)
-                seconds = synchronised_time(device) - start
+                seconds += synchronised_time(device) - start
                 tags = {} if full is None else distance(full, log_probs)
                 tags |= {"held@end": cache.kept_share()}
                 for name, values in (("nats", nats), ("held", kept_shares)):

@@ -71,10 +71,11 @@ class SolutionTask(Task):
             written = [SolutionBatch(model, tokenizer, *caches.pop(0), group).decode() for _ in full]
             solutions = [text.tokens for texts in written for text in texts]
             for index in range(len(policies)):
-                batch = SolutionBatch(model, tokenizer, *caches.pop(0), group, solutions)
-                start_time = synchronised_time(device)
-                scored = self.score(batch)
-                seconds = (synchronised_time(device) - start_time) / len(group)
+                cache, last_hidden = caches.pop(0)
+                # scoring after this counts in the time of the solutions
+                seconds, start_time = cache.scoring_seconds, synchronised_time(device)
+                scored = self.score(SolutionBatch(model, tokenizer, cache, last_hidden, group, solutions))
+                seconds = (seconds + synchronised_time(device) - start_time) / len(group)
                 for sample, (text, score, tags) in zip(group, scored, strict=True):
                     tags = {**tags, "generated": len(text.tokens), "held": text.held[-1], "most_held": max(text.held)}
                     yield index, Outcome(sample.id, score, *text.usage, seconds, tags, text.over_budget)

@@ -56,3 +56,18 @@ def test_of_turns(now, root, tiny_llama, tiny_tokenizer):
     by_hand = now[0]
     [(_, outcome)] = task.run(model, tiny_tokenizer, [policy], [sample])
     assert outcome.seconds == by_hand > 3
+
+
+def test_of_solutions(now, tiny_llama, tiny_tokenizer):
+    """Each of the problems of a batch has an equal part."""
+    model, policy = tiny_llama(), ag.policy("knorm", 8)
+    problems = [Sample(name, [*range(5, 25)], max_new_tokens=4, references=["1"]) for name in "ab"]
+    outcomes = [outcome for _, outcome in make("gsm8k").run(model, tiny_tokenizer, [policy], problems)]
+    assert [outcome.seconds for outcome in outcomes] == [now[0] / 2] * 2 and now[0] == 3  # a layer a second
+
+
+def test_of_streams(now, tiny_llama, tiny_tokenizer):
+    model, policy = tiny_llama(), ag.policy("knorm", 16, "steps:16")
+    book = Sample("0", [*range(5, 37)], answers=[[*range(40, 56)]])
+    [(_, outcome)] = make("ppl_stream", block=32, step=16).run(model, tiny_tokenizer, [policy], [book])
+    assert outcome.seconds == now[0] == 6  # after the prompt and after the step
