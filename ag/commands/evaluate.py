@@ -26,7 +26,7 @@ class EvaluateConfig(SharedBudgets):
     """The keys of ``python -m ag.evaluate``."""
 
     run: str | None = key(None, "run folder of ag.fit, for its model, export and data", holds="folder")
-    model: str = key("smollm2", f"without a run: {MODEL}")
+    model: str | None = key(None, f"without a run: {MODEL}; null means smollm2")
     root: str | None = key(
         None, "local folder of the data: a run names its own; without a run: plain documents", holds="folder"
     )
@@ -66,7 +66,12 @@ def translate(config: EvaluateConfig) -> Preset:
     if config.file.suffix != ".json":
         raise UserError(f"output={config.output}: expected a name that ends in .json, such as {config.output}.json.")
     recipe = None if config.run is None else load_config(Path(config.run) / "config.yaml", Config)
-    base = ModelConfig(name=config.model) if recipe is None else recipe.model
+    if recipe is not None and config.model is not None:
+        raise UserError(
+            f"model={config.model}: run={config.run} is evaluated on its own model, {recipe.model.name}; leave model "
+            "out, or leave run out and give root=FOLDER of plain documents and policies=[full,flags:EXPORT]."
+        )
+    base = ModelConfig(name=config.model or "smollm2") if recipe is None else recipe.model
     trained = "" if recipe is None else recipe.train
     listed = _policies(config, trained)
     if not listed:

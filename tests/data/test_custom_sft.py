@@ -274,6 +274,12 @@ def test_rows_that_are_not_recognised(make_config):
             detect_form(row, make_config(kind="sft", name="a/b", **keys).data, "here")
 
 
+def test_documents_have_no_response_that_could_end_with_eos(module):
+    for eos in (True, False):
+        with refuses(DataError, f"data.eos={str(eos).lower()}", "documents (text)", "leave data.eos out"):
+            module([{"text": "abc def"}] * 2, eos=eos)
+
+
 TURNS = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
 DEEP = "x"
 for _ in range(900):

@@ -13,13 +13,14 @@ from ag import data
 from ag.commands.evaluate import translate
 from ag.config import Config, DataConfig, ModelConfig
 from ag.config.recipes import dump
+from ag.errors import UserError
 from ag.evaluate.__main__ import EvaluateConfig, main
 from ag.evaluate.comparison.cells import list_cells
 from ag.gates import export
 from tests.support import by_hand
 from tests.support.bounds import of_nats
 from tests.support.gates_for import gates_for
-from tests.support.refused import names
+from tests.support.refused import names, refuses
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,12 @@ def test_budgets_samples_and_another_place(run, tmp_path, capsys):
     assert (tmp_path / "mine" / "table.md").is_file() and not (folder / "evaluation").exists()
     commands = {json.loads(line)["command"] for line in (tmp_path / "mine" / "results.jsonl").read_text().splitlines()}
     assert [shlex.split(command) for command in commands] == [["python", "-m", "ag.evaluate", *words]]
+
+
+def test_a_run_is_evaluated_on_its_own_model(run):
+    folder, *_ = run("gates")
+    with refuses(UserError, "model=smollm2", f"run={folder}", "leave model out"):
+        translate(EvaluateConfig(run=str(folder), model="smollm2"))
 
 
 def test_names_are_those_that_were_given(run):

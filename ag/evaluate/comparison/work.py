@@ -25,7 +25,7 @@ from ag.errors import UserError
 from ag.evaluate.comparison.cells import NOTHING, Cell
 from ag.evaluate.comparison.folder import FinishedCell, Folder, common_samples
 from ag.evaluate.inside import KeptTokens, record
-from ag.evaluate.tasks import Outcome, Sample, Task
+from ag.evaluate.tasks import Outcome, Task
 from ag.gates import export
 from ag.model import base as models
 from ag.plugins import load

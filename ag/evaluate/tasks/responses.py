@@ -68,10 +68,14 @@ class Responses(PromptTask):
             )
         if isinstance(part, kinds.StoredConfig):
             part.root = self.root or part.root
-        if isinstance(part, kinds.PromptConfig) and self.prompt is not None:
-            part.prompt_min = part.prompt_max = self.prompt
-        if isinstance(part, kinds.CutConfig):
+        if isinstance(part, kinds.SplitConfig):
+            part.prompt_min, part.prompt_max = self.prompt or part.prompt_min, self.prompt or part.prompt_max
             part.continuation = self.continuation or part.continuation
+        elif self.prompt is not None or self.continuation is not None:
+            raise UserError(
+                f"prompt={self.prompt}, continuation={self.continuation}: the run {self.run_folder} has "
+                f"data.kind={part.kind}, whose rows are not cut from plain documents to these lengths; leave both out."
+            )
         if not isinstance(part, kinds.RepeatedConfig | kinds.ResponsesConfig):
             longest = [getattr(part, name, getattr(kinds.CutConfig, name)) for name in ("prompt_max", "continuation")]
             part.max_length = max(part.max_length, sum(longest))

@@ -123,12 +123,12 @@ def test_lengths_of_plain_documents_can_be_given(run, tiny_tokenizer, write):
 
 
 def test_the_identity_is_that_of_the_data(run, tmp_path):
-    folder = run("facts")
+    folder = run("text")
     before = make("responses", run_folder=folder).identity()
     moved = Path(folder).rename(tmp_path / "moved")
     assert make("responses", run_folder=str(moved)).identity() == before
     assert make("responses", run_folder=str(moved), prompt=31).identity() != before
-    assert make("responses", run_folder=run("facts", prompt_max=31)).identity() != before
+    assert make("responses", run_folder=run("text", prompt_max=31)).identity() != before
 
 
 def test_mistakes(run, tiny_tokenizer):
@@ -136,6 +136,7 @@ def test_mistakes(run, tiny_tokenizer):
         ({"run_folder": "nowhere"}, "nowhere"),
         ({"run_folder": 3}, "run_folder=3"),
         ({"run_folder": run("text", packing="packed")}, "text", "root=FOLDER"),
+        ({"run_folder": run("sft"), "prompt": 8}, "prompt=8", "data.kind=sft", "leave both out"),
     ):
         with refuses(UserError, *parts):
             make("responses", **options)
