@@ -1,7 +1,8 @@
-"""The cache folder, checksums of files, and writing that survives a crash or another process."""
+"""The cache folder, checksums of files, writing that survives a crash or another process, and metrics.csv."""
 
 from __future__ import annotations
 
+import csv
 import functools
 import hashlib
 import os
@@ -100,3 +101,16 @@ def home() -> Path:
     if chosen := os.environ.get("AG_HOME"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ag"
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read a `metrics.csv` as one dictionary a row, without empty cells and without an unfinished last line."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    return [{name: _number(cell) for name, cell in row.items() if cell} for row in rows]
+
+
+def _number(cell: str) -> float:
+    return int(cell) if cell.isdigit() else float(cell)

@@ -122,9 +122,6 @@ def fit(
         trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
         if trainer.is_global_zero:
             print_start(batches, checkpoint)
-        if run_dir is not None and config.resume is not None:
-            record = partial(write_config, run_dir, replace(config, resume=None))
-            trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: record()))
         train(trainer, module, batches, checkpoint, run_dir)
         if run_dir is not None:
             finish(trainer, module, batches, run_dir, base, tokenizer)
@@ -349,6 +346,12 @@ def build_trainer(
     """
     options = config.trainer
     sharded = options.strategy == "fsdp2"
+    parts: list[L.Callback] | None = None
+    if run_dir is not None:
+        parts = callbacks.build(config.trainer, config.checkpoint, run_dir, stop_signal)
+        if config.resume is not None:  # keys that have changed are those of the next resume too
+            write = partial(write_config, run_dir, replace(config, resume=None))
+            parts.append(LambdaCallback(on_train_start=lambda *_: write()))
     try:
         return L.Trainer(
             accelerator="cuda" if options.accelerator != "cpu" and CUDAAccelerator.is_available() else "cpu",
@@ -365,7 +368,7 @@ def build_trainer(
             limit_val_batches=options.val_batches,
             log_every_n_steps=options.log_every,
             deterministic=options.deterministic,
-            callbacks=callbacks.build(config.trainer, config.checkpoint, run_dir, stop_signal) if run_dir else None,
+            callbacks=parts,
             logger=build_loggers(config.logger, run_dir, config.wandb, asdict(config), step) if run_dir else False,
             plugins=[callbacks.AtomicCheckpointIO()],
             default_root_dir=run_dir,

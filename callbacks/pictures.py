@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from torch.nn import Parameter
 
+from ag.files import read_metrics
 from ag.gates.figures import curves, evicted_heatmap, keep_pattern
-from ag.training.loggers import read_metrics
 
 
 class ParameterSummary(Callback):

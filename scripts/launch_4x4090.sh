@@ -5,7 +5,11 @@
 # 1,024 tokens at a time. Called again with the same NAME it goes on from the newest intact checkpoint.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export AG_RUN="${1:?give the run a name: bash scripts/launch_4x4090.sh NAME [key=value ...]}"
-run="runs/redpajama_cpt/$AG_RUN"
+output=runs
+for word in "${@:2}"; do
+    case "$word" in output=*) output="${word#*=}" ;; esac # of several the last one counts, as in Python
+done
+run="$output/redpajama_cpt/$AG_RUN"
 
 export NCCL_P2P_DISABLE=1  # cards of this kind have no peer-to-peer transfer, and drivers that claim it make NCCL hang
 export PYTORCH_ALLOC_CONF=expandable_segments:True  # less fragmentation between steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any
 from ag import cluster
 from ag.cluster import Room
 from ag.config.keys import ConfigError
+from ag.files import read_metrics
 
 METRICS = ("val/loss", "val/lm_loss", "val/accuracy", "val/evicted")  # columns of the table
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -89,8 +89,9 @@ def sweep(runs: list[dict[str, str]], configs: Sequence[Any], program: str, opti
     rows, failed = [], 0
     for finished, code, seconds in finished_runs:
         failed += code != 0
-        measured = _last_metrics(finished.folder) if finished.folder else {}
-        numbers = [measured.get(name, "") for name in METRICS]
+        rows_of_run = read_metrics(finished.folder / "metrics.csv") if finished.folder else []
+        last_values = {name: f"{row[name]:.4f}" for row in rows_of_run for name in METRICS if name in row}
+        numbers = [last_values.get(name, "") for name in METRICS]
         ends = [str(finished.folder or ""), finished.overrides]
         rows.append([f"{finished.index + 1}", f"exit {code}" if code else "ok", f"{seconds:.0f}", *numbers, *ends])
     rows.sort(key=lambda row: int(row[0]))
@@ -165,16 +166,6 @@ def _resources(config: Any) -> Room:
     if trainer.num_nodes > 1:
         raise ConfigError(f"trainer.num_nodes={trainer.num_nodes}: expected 1 in a sweep on cluster={config.cluster}")
     return Room(gpus=trainer.devices if cluster.on_gpu(trainer.accelerator) else 0)
-
-
-def _last_metrics(folder: Path) -> dict[str, str]:
-    """Return the last value of each metric in a run's metrics.csv, as text."""
-    try:
-        with (folder / "metrics.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError:
-        return {}
-    return {name: f"{float(row[name]):.4f}" for row in rows for name in METRICS if row.get(name)}
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

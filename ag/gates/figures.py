@@ -94,7 +94,7 @@ def curves(rows: Sequence[dict[str, float]]) -> Figure:
     Training metrics are lines (thin: each step, thick: running mean), validation metrics are dots.
 
     Args:
-        rows: the result of `ag.training.loggers.read_metrics`; a panel without metrics is left out.
+        rows: the result of `ag.files.read_metrics`; a panel without metrics is left out.
     """
     logged = {name.split("/")[-1] for row in rows for name in row}
     panel_metrics = {key for _, lines in PANELS for key, *_ in lines} | {"loss"}

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ag.config.sections import WandbConfig
 from ag.errors import need
-from ag.files import replacing
+from ag.files import read_metrics, replacing
 from ag.training.artifacts import log_folder, run_id
 
 
@@ -66,19 +66,6 @@ class MetricsFile(Logger):
 
     def _writer(self, file: Any) -> csv.DictWriter[str]:
         return csv.DictWriter(file, self._columns, lineterminator="\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read a `metrics.csv` as one dictionary a row, without empty cells and without an unfinished last line."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
-    return [{name: _number(cell) for name, cell in row.items() if cell} for row in rows]
-
-
-def _number(cell: str) -> float:
-    return int(cell) if cell.isdigit() else float(cell)
 
 
 def build_loggers(

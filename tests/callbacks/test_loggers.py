@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ag.training.loggers import MetricsFile, read_metrics
+from ag.files import read_metrics
+from ag.training.loggers import MetricsFile
 from tests.support.tiny_run import fit
 
 

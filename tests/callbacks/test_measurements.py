@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ag.callbacks.pictures import logical_count
-from ag.training.loggers import read_metrics
+from ag.files import read_metrics
 from tests.support.bounds import conditioned, hold
 from tests.support.tiny_run import TOKENS, WIDTH, Tiny, fit
 

@@ -15,7 +15,7 @@ from ag.callbacks import AtomicCheckpointIO, newest_valid
 from ag.callbacks.checkpoint import RunCheckpoint
 from ag.callbacks.steps import Throughput
 from ag.config import CheckpointConfig
-from ag.training.loggers import read_metrics
+from ag.files import read_metrics
 from tests.support.tiny_run import Tiny, fit, weights
 
 pytestmark = pytest.mark.usefixtures("no_figures")

@@ -13,7 +13,7 @@ import torch
 
 from ag.callbacks import newest_valid
 from ag.callbacks.stop import SIGNALS
-from ag.training.loggers import read_metrics
+from ag.files import read_metrics
 from tests.support.tiny_run import command, fit, weights
 
 pytestmark = pytest.mark.usefixtures("no_figures")

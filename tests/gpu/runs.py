@@ -13,7 +13,7 @@ import torch
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
-from ag.training.loggers import read_metrics
+from ag.files import read_metrics
 from tests.gpu.cases import REHEARSAL
 from tests.support.command import weights as weights
 from tests.support.undrawn import UNDRAWN

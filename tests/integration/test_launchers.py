@@ -79,6 +79,18 @@ def test_four_cards_stop_where_another_attempt_is_no_use(tmp_path, codes, attemp
     assert (found, len(calls)) == (codes[0], attempts)
 
 
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("scripts/launch_4x4090.sh", ["night"]), ("scripts/slurm/train.sbatch", ["redpajama_cpt"])],
+)
+def test_a_run_in_another_folder_goes_on_too(tmp_path, script, words):
+    job = {"SLURM_JOB_ID": "night", "SLURM_NNODES": "2", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    run = "elsewhere/redpajama_cpt/night"
+    for code, start in ((138, "recipe=redpajama_cpt"), (0, f"resume={run}")):
+        found, calls = launch(tmp_path, script, *words, "output=a", "output=elsewhere", run=run, codes=[code], **job)
+        assert found == code and any(start in call for call in calls)
+
+
 def test_slurm_job_is_queued_again_and_continues(tmp_path, capsys):
     script, run = "scripts/slurm/train.sbatch", "runs/redpajama_cpt/77"
     job = {"SLURM_JOB_ID": "77", "SLURM_NNODES": "2", "SLURM_SUBMIT_DIR": str(tmp_path)}

@@ -14,7 +14,7 @@ import torch
 
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
-from ag.training.loggers import read_metrics
+from ag.files import read_metrics
 from tests.support.bounds import ROUNDINGS, hold
 from tests.support.undrawn import UNDRAWN
 from tests.support.warm import started
