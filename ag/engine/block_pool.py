@@ -28,7 +28,10 @@ NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space for which no memory
 
 
 class PoolFullError(UserError):
-    """A pool of fixed size has fewer free blocks than are needed; nothing was written, and nothing is lost."""
+    """A pool of fixed size has fewer free blocks than are needed.
+
+    Of a forward pass nothing was written, and nothing is lost. A cache that had no room to crop is to be reset.
+    """
 
     #: Needed blocks.
     blocks: int = 0

@@ -250,6 +250,8 @@ class EvictionCache(Cache):
         Raises:
             UserError: when tokens were evicted since, or the scorer's records cannot be restored; for a positive
                 number, as in transformers.
+            PoolFullError: a pool of fixed size has no room for copies of blocks that a copy of this cache shares; can
+                only happen where tokens left a sliding window in the last pass, or with ``positions="interpolated"``.
         """
         if isinstance(tokens_to_remove, Sequence):
             if any(tokens_to_remove):

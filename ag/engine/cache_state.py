@@ -145,6 +145,7 @@ class CacheState:
         self.check_scores()
         self.check_going_back("crop", columns)
         self.note_mode()
+        self.pass_open = True  # until the rows of all layers are shorter: a full pool may have no room for copies
         removed_tokens = self.sequences.crop(remove)
         if self.states is not None:
             self.states.crop(columns or 0)
@@ -159,6 +160,7 @@ class CacheState:
                 store.truncate(removed_tokens)
         for layer in self.layers:
             layer.gate_memory.crop(left)
+        self.pass_open = False
 
     def select(self, sequence_indices: Tensor) -> None:
         """Make the sequences those at some indices, ``[B']`` long on the CPU; repeated ones share their blocks."""

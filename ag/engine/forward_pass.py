@@ -154,8 +154,9 @@ class ForwardPass(Interceptor):
             capacity = 0 if policy.budget is None else policy.capacity(sequences.prompt_len)
             until_evicted = (block - sequences.num_tokens % block).maximum(capacity + block - sequences.num_held)
             counts = counts.minimum(until_evicted)
-        # keys that are rotated again are written anew
-        evicts = self.setup.rotation is not None or sequences.may_evict(counts)
+        # keys that are rotated again are written anew, and the tokens of an attention chunk go when the next begins
+        chunked = any(layer.chunk is not None for layer in self.state.layers)
+        evicts = chunked or self.setup.rotation is not None or sequences.may_evict(counts)
         # fewer copies are needed once nothing else refers to the blocks
         if not self.setup.pool.has(lambda: sum(store.blocks_needed(counts, evicts, uneven) for store in stores)):
             sequences.undo_extend(new)
@@ -183,8 +184,8 @@ class ForwardPass(Interceptor):
         if not self.step_prepared:
             self.end_pass()
 
-    def _positions(self, position_ids: Tensor | None, batch: ForwardBatch) -> Tensor | None:
-        """Return the positions that the model rotates the tokens of a pass by; None means their columns."""
+    def _positions(self, position_ids: Tensor | None, batch: ForwardBatch) -> Tensor:
+        """Return the positions that the model rotates the tokens of a pass by."""
         sequences, rotation = self.state.sequences, self.setup.rotation
         rotated = None if rotation is None else rotation.positions(batch, self.state.stores)
         if rotated is not None:

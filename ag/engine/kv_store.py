@@ -350,7 +350,10 @@ class KVStore:
 
         Rows keep free blocks for ``spare`` tokens.
         """
-        kept = (self.lengths_cpu[layers] - tokens[:, None]).clamp_min(0)
+        self.shorten(layers, (self.lengths_cpu[layers] - tokens[:, None]).clamp_min(0), spare)
+
+    def shorten(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
+        """Keep the first tokens of rows alone, ``kept`` ``[L', B, Hkv]`` of them; see :meth:`truncate`."""
         self.lengths[layers].copy_(kept)
         for lengths, records in zip(self.lengths[layers], self.records[layers], strict=True):
             free = torch.arange(self.slots, device=lengths.device) >= lengths[..., None]

@@ -103,7 +103,7 @@ class Layer:
             # tokens that no new token sees are freed first
             first = batch.num_tokens - batch.counts
             if depends_on_cached or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
-                self._free_expired(batch, store, first, batch.counts[:, None] if batch.step else 0)
+                self._free_expired(batch, store, first, batch.counts if batch.step else None)
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
         if self.num_kv_readers and not batch.is_first_pass:  # the last layer that reads this one's keys evicts
             key = "kv_readers", self.index
@@ -304,12 +304,16 @@ class Layer:
             return store.truncate(tokens, slice(self.index, self.index + 1))
         token_indices = store.token_indices(self.index)
         keep = (token_indices >= 0) & (token_indices < left.to(token_indices.device)[:, None, None])
-        store.keep({self.index: keep})
+        kept = keep.sum(-1)
+        if torch.equal(keep, torch.arange(keep.shape[-1], device=keep.device) < kept[..., None]):  # they lie last
+            store.shorten(slice(self.index, self.index + 1), kept.cpu()[None])
+        else:
+            store.keep({self.index: keep})
 
-    def _free_expired(self, batch: ForwardBatch, store: KVStore, query: Tensor, uncached: Tensor | int = 0) -> None:
+    def _free_expired(self, batch: ForwardBatch, store: KVStore, query: Tensor, uncached: Tensor | None = None) -> None:
         """Free the tokens that no query of a token index from ``query`` ``[B]`` on sees.
 
-        ``store.lengths_cpu`` already counts ``uncached`` ``[B, 1]`` tokens that are not stored yet.
+        ``store`` has made room for ``uncached`` ``[B]`` tokens, which are not stored yet. None: for no others.
         """
         dense = self._dense(batch) and not batch.ends_prompt  # later parts of the prompt see all tokens
         # scorers look back at queries that see further, except after the border of a chunk
@@ -320,10 +324,12 @@ class Layer:
         index, token_indices = store.ledger(self.index)
         keep = self.visible(store, index, token_indices, query, flags=not dense)
         kept = keep.sum(-1).cpu()
-        if bool((kept < store.lengths_cpu[self.index] - uncached).any()):
+        lengths = store.lengths_cpu[self.index] - (0 if uncached is None else uncached[:, None])
+        if bool((kept < lengths).any()):
             spare = 1 if batch.step else 0  # the block of a step's token is kept
             store.compact({self.index: keep}, kept[None], spare)
-            store.lengths_cpu[self.index] += uncached
+            if uncached is not None:  # they go into other blocks now, which rows may share
+                store.make_room(slice(self.index, self.index + 1), uncached)
             batch.memo["expired"] = True
         self.max_length_after_freeing = int(kept.max())
 

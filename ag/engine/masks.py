@@ -88,7 +88,7 @@ def check_frequencies(rope: RopeByText, state: Any, new: Tensor, model: str) -> 
 def marked(spans: Sequence[Any]) -> Tensor:
     """Return ``[L]`` bool, which own tokens lie in spans ``(first, after the last)``; refuse something else."""
     for span in spans:
-        is_pair = isinstance(span, tuple) and len(span) == 2 and all(isinstance(x, int) for x in span)
+        is_pair = isinstance(span, tuple) and len(span) == 2 and all(type(x) is int for x in span)
         if not is_pair or not 0 <= span[0] < span[1] <= LAST_PROTECTED:
             raise UserError(
                 f"protect: {span!r}: expected pairs (index of the first token, index after the last), such as (0, 40), "

@@ -124,6 +124,15 @@ class Policy:
             return torch.full_like(lengths, self.budget)
         return retention.share_of(lengths, self.budget).clamp_min(1)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both were made by equal arguments; a budget of 1 token and one of 1.0, a share, are not equal."""
+        return isinstance(other, Policy) and self._typed_arguments == other._typed_arguments
+
+    @property
+    def _typed_arguments(self) -> dict[str, tuple[type, Any]]:
+        arguments = {"spec": self.spec, "budget": self.budget, "schedule": self.schedule, **self.options}
+        return {name: (type(value), value) for name, value in arguments.items()}
+
     def __repr__(self) -> str:
         options_given: dict[str, Option] = {} if self.budget is None else {"budget": self.budget}
         options_given |= {} if self.schedule == "prefill" else {"schedule": self.schedule}

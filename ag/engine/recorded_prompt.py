@@ -49,9 +49,8 @@ class RecordedPrompt:
             self.next_position = tokens.new_zeros(len(tokens))
         self.ids = torch.cat([self.ids[:, :num_columns], tokens], 1)
 
-    def note_positions(self, token_indices: Tensor, positions: Tensor | None) -> None:
+    def note_positions(self, token_indices: Tensor, positions: Tensor) -> None:
         """Note the positions ``[B or 1, w]`` of tokens of token indices ``[B, w]``, -1 where there is none."""
-        assert positions is not None
         newest = torch.where(token_indices >= 0, positions.to(token_indices.device), -1).amax(1)
         self.next_position = torch.where(newest >= 0, newest + 1, self.next_position.to(token_indices.device))
 

@@ -18,7 +18,10 @@ def step_together(model: nn.Module, caches: Sequence[EvictionCache], tokens: Seq
     """Feed each of N caches with one sequence its next token, and return the final hidden states ``[N, d]``.
 
     The model's weights are read once for all caches. Each cache attends, scores and evicts as if it had been alone. In
-    models with layers that do not attend, each cache has a pass of its own.
+    models with layers that do not attend, each cache has a pass of its own. A cache may be given once.
+
+    Raises:
+        PoolFullError: a pool of fixed size has no room for a token; the caches before that one are to be reset.
     """
     decoder = decoder_of(model)
     ids = torch.tensor(tokens, device=next(model.parameters()).device)[:, None]

@@ -18,12 +18,12 @@ from ag.errors import UserError
 
 def check_ready(cache: CacheState) -> None:
     """Refuse a cache that has not read its prompt."""
-    state, name = cache.sequences, "EvictionCache"
+    state = cache.sequences
     if not state.columns:
-        raise UserError(f"{name}.save: nothing was read yet: expected a prompt; save the cache after it.")
+        raise UserError("EvictionCache.save: nothing was read yet: expected a prompt; save the cache after it.")
     if not state.ready:
         raise UserError(
-            f"{name}.save: {state.num_tokens.tolist()} of {state.prompt_len.tolist()} tokens of prompts were read so "
+            f"EvictionCache.save: {state.num_tokens.tolist()} of {state.prompt_len.tolist()} tokens of prompts were read so "
             "far: expected all; save the cache after them."
         )
 

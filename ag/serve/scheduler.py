@@ -179,7 +179,7 @@ class Scheduler:
         self._last_step_at = -math.inf  # seconds of the clock at the beginning of the last step
         self._new_batch = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
         self._default_batch = self._new_batch(self.policy)
-        self._batches = {repr(self.policy): self._default_batch}  # budgets of 1 token and of 1.0, a share, are equal
+        self._batches = {self.policy: self._default_batch}
         self._masks = Masks(text_config.vocab_size)
         self._prefill_job: _PrefillJob | None = None
         self._waiting: deque[list[_Completion]] = deque()  # queued completions, by request
@@ -219,7 +219,7 @@ class Scheduler:
             UserError: for a request that is too long for the pool or the context.
         """
         policy = self.policy if request.policy is None else request.policy.with_tokenizer(self.tokenizer)
-        batch = self._batches.get(repr(policy)) or self._new_batch(policy)
+        batch = self._batches.get(policy) or self._new_batch(policy)
         block_need = batch.admission.need(request)
         self._check(request, block_need)
         token_ids, submitted_at = torch.tensor(request.tokens, dtype=torch.long), self._clock()
@@ -246,7 +246,7 @@ class Scheduler:
                 raise self._stop_error or StoppedError("the scheduler is stopping: ask another one, or start it again.")
             if len(self._waiting) >= self.queue:
                 raise QueueFullError(f"{len(self._waiting)} requests wait, and the queue is full: try again later.")
-            batch = self._batches.setdefault(repr(policy), batch)
+            batch = self._batches.setdefault(policy, batch)
             for completion in completions:
                 completion.batch = batch
             self._waiting.append(completions)
@@ -344,7 +344,7 @@ class Scheduler:
             groups = [self._running, *self._waiting, self._prefill_job.completions if self._prefill_job else []]
             used = {self._default_batch, *(completion.batch for group in groups for completion in group)}
             unused = [batch for batch in self._batches.values() if batch not in used]
-            self._batches = {name: batch for name, batch in self._batches.items() if batch in used}
+            self._batches = {policy: batch for policy, batch in self._batches.items() if batch in used}
         for batch in unused:
             while batch.prefixes is not None and batch.prefixes.drop():
                 pass

@@ -14,6 +14,7 @@ from ag.engine.kv_store import KVStore
 from ag.errors import UserError
 from ag.gates.attach import attached_gates
 from ag.model.geometry import KVHeads
+from tests.model.test_architectures import tiny
 from tests.support.batches import columns, row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
@@ -180,6 +181,8 @@ def test_what_cannot_join(tiny_llama):
     ag.attach(model, gates_for(model, seed=1))
     for one, other, word in (
         (mine, cache("h2o", 13), "policy"),
+        (cache("h2o", 1), cache("h2o", 1.0), "policy"),
+        (cache(ag.policy("h2o", 12, recent=1)), cache(ag.policy("h2o", 12, recent=1.0)), "policy"),
         (flags, cache("gates"), "gates"),
         (mine, cache(pool=None), "pool"),
         (mine, mine, "another"),
@@ -300,6 +303,69 @@ def test_a_fork_without_room_for_copies_keeps_what_no_query_sees(tiny_llama, tin
             hold(got, model(token[None, None], past_key_values=want).logits.double(), of_logits(model))
             longer += int(fork.state.stores[0].lengths_cpu.max()) > int(want.state.stores[0].lengths_cpu.max())
     assert longer and not fork.state.pass_open and columns(fork) == held
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["attention in chunks", "flags, positions by slot"])
+def test_a_step_writes_into_no_block_that_another_sequence_reads(tiny_llama, kind):
+    """Where the first step frees tokens, so that its token goes into a block that two sequences share."""
+    if kind == "attention in chunks":
+        model, policy, prompts = tiny("llama4_text"), "full", [[43]]  # the second step begins a chunk of 44
+    else:
+        model, policy = tiny_llama(), ag.policy("flags", positions="slot")
+        ag.attach(model, gates_for(model, covers="all", recent_tokens=4))
+        prompts = [[length - 26, 26] for length in range(30, 80)]  # some rows keep 16 or 32 tokens
+
+    def read(passes, seed):
+        cache = ag.EvictionCache(model, policy)
+        for part in row(sum(passes), seed).split(passes):
+            model(part[None], past_key_values=cache)
+        return cache
+
+    for seed, passes in enumerate(prompts):
+        together, alone = read(passes, seed), [read(passes, seed) for _ in range(2)]
+        together.batch_repeat_interleave(2)
+        for step in range(3):
+            tokens = torch.tensor([[5 + step], [9 + step]])
+            found = model(tokens, past_key_values=together).logits
+            expected = [model(each[None], past_key_values=c).logits for each, c in zip(tokens, alone, strict=True)]
+            hold(found, torch.cat(expected), of_logits(model))
+
+
+@torch.no_grad()
+def test_cropping_the_newest_tokens_of_a_window_copies_nothing(tiny_mistral):
+    model = tiny_mistral()
+    pool = pool_of(model, 60)
+    cache = ag.EvictionCache(model, "full", pool=pool)
+    model(row(20)[None], past_key_values=cache)
+    model(row(3)[None], past_key_values=cache)
+    expected = copy.deepcopy(cache)
+    expected.crop(-2)
+    wanted = model(row(1)[None], past_key_values=expected).logits
+    del expected
+    fork = copy.deepcopy(cache)  # shares every block
+    others = pool.allocate(pool.free)
+    cache.crop(-2)
+    pool.release(others)
+    assert torch.equal(model(row(1)[None], past_key_values=cache).logits, wanted)
+    assert fork.seen_tokens == 23
+
+
+@torch.no_grad()
+def test_a_crop_without_room_for_copies_is_not_gone_on_from(tiny_mistral):
+    """The newest tokens have filled the slots of freed ones, so that rows are not only shortened."""
+    model = tiny_mistral(sliding_window=100, max_position_embeddings=512)
+    pool = pool_of(model, 200)
+    cache = ag.EvictionCache(model, "full", pool=pool)
+    for length in (100, *[6] * 11):  # the last pass frees what left the window
+        model(row(length)[None], past_key_values=cache)
+    fork = copy.deepcopy(cache)
+    pool.allocate(pool.free)
+    with pytest.raises(PoolFullError):
+        cache.crop(-2)
+    with refuses(UserError, "call cache.reset()"):
+        model(row(1)[None], past_key_values=cache)
+    assert fork.seen_tokens == 166
 
 
 @torch.no_grad()

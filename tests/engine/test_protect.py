@@ -80,7 +80,7 @@ def test_more_of_them_than_the_budget_has(model):
         assert all(kept >= set(range(30)) for kept in held(read(model, row(40), "knorm", 12, spans=[(0, 30)])))
 
 
-@pytest.mark.parametrize("spans", [[(4, 4)], [3, 4], [[(0, 1, 2)]], [(0, 10**23)], [[(0, 2**40)]]])
+@pytest.mark.parametrize("spans", [[(4, 4)], [3, 4], [[(0, 1, 2)]], [(0, 10**23)], [[(0, 2**40)]], [(False, True)]])
 def test_pairs_that_are_none(model, spans):
     with refuses(UserError, "protect", "(0, 40)"):
         ag.EvictionCache(model, "h2o", 12).protect(spans)

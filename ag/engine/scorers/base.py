@@ -155,8 +155,7 @@ class RowScorer(Scorer):
 
     def reduce(self, inputs: ScorerInputs, heads: Tensor) -> Tensor:
         """Turn ``[B, H, N]`` into one score for each KV head, ``[B, Hkv, N]``."""
-        by_group: Tensor = heads.unflatten(1, (-1, inputs.group))
-        return by_group.mean(2)
+        return grouped(heads, inputs, "mean")
 
     def pool(self, inputs: ScorerInputs, score: Tensor, before_window: bool = True) -> Tensor:
         """Smooth a score ``[B, *, N]`` over neighbours in the cache; without pooling it is returned as it is."""
