@@ -23,8 +23,8 @@ def check_ready(cache: CacheState) -> None:
         raise UserError("EvictionCache.save: nothing was read yet: expected a prompt; save the cache after it.")
     if not state.ready:
         raise UserError(
-            f"EvictionCache.save: {state.num_tokens.tolist()} of {state.prompt_len.tolist()} tokens of prompts were read so "
-            "far: expected all; save the cache after them."
+            f"EvictionCache.save: {state.num_tokens.tolist()} of {state.prompt_len.tolist()} tokens of prompts were "
+            "read so far: expected all; save the cache after them."
         )
 
 
