@@ -31,8 +31,8 @@ def score(
     for row, answer in zip(states, answers, strict=True):
         logits = lm_logits(model, row[: len(answer)]).float()
         target_tokens = torch.tensor(answer, device=logits.device)
-        nats = -F.cross_entropy(logits, target_tokens, reduction="none")
-        scores.append((nats.cpu(), (logits.argmax(-1) == target_tokens).cpu()))
+        log_likelihoods = -F.cross_entropy(logits, target_tokens, reduction="none")
+        scores.append((log_likelihoods.cpu(), (logits.argmax(-1) == target_tokens).cpu()))
     return scores
 
 

@@ -67,9 +67,9 @@ class MultipleChoice(PromptTask):
     ) -> tuple[float, Tags]:
         """Score all answers over one prompt."""
         scored = score(model, cache, last_hidden, sample.answers)
-        sums = [float(nats.sum()) for nats, _ in scored]
+        sums = [float(log_likelihoods.sum()) for log_likelihoods, _ in scored]
         by_character = [total / letters for total, letters in zip(sums, sample.parts, strict=True)]
-        nats, likeliest = scored[sample.target]
+        log_likelihoods, likeliest = scored[sample.target]
         normalised = float(by_character.index(max(by_character)) == sample.target)
-        tags = {"normalised": normalised, "nats": -float(nats.mean()), "hits": float(likeliest.all())}
+        tags = {"normalised": normalised, "nats": -float(log_likelihoods.mean()), "hits": float(likeliest.all())}
         return float(sums.index(max(sums)) == sample.target), {**sample.tags, **tags}

@@ -98,9 +98,10 @@ class QuestionTask(PromptTask):
         tags, scored = dict(sample.tags), []
         for number, answer in enumerate(sample.answers, start=1):  # one by one: memory for one more cache suffices
             used_up = not self.generates and number == len(sample.answers)
-            [(nats, likeliest)] = score(model, cache if used_up else copy.deepcopy(cache), last_hidden, [answer])
+            answer_cache = cache if used_up else copy.deepcopy(cache)
+            [(log_likelihoods, likeliest)] = score(model, answer_cache, last_hidden, [answer])
             first = num_blank_tokens(tokenizer, answer)
-            scored.append((float(-nats[first:].mean()), likeliest[first:]))
+            scored.append((float(-log_likelihoods[first:].mean()), likeliest[first:]))
         if scored:
             nats_of, likeliest = min(scored, key=lambda pair: pair[0])
             tags |= {"nats": nats_of, "hits": float(likeliest.all())}

@@ -109,7 +109,7 @@ class Responses(PromptTask):
         self, model: nn.Module, tokenizer: Tokenizer, cache: EvictionCache, last_hidden: Tensor, sample: Sample
     ) -> tuple[float, Tags]:
         """Return the mean negative log-likelihood of the right response."""
-        losses = [-nats for nats, _ in score(model, cache, last_hidden, sample.answers)]
+        losses = [-log_likelihoods for log_likelihoods, _ in score(model, cache, last_hidden, sample.answers)]
         tags: dict[str, Any] = {"tokens": len(sample.target_tokens)}
         if len(losses) > 1:
             sums = [float(nats.sum()) for nats in losses]
