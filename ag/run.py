@@ -7,8 +7,8 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,9 @@ from ag.training.sharded import ShardedStrategy, gather
 from ag.wheels import hub_name
 
 RESTART = 60.0  # seconds to wait for the end of a rank that a cluster replaces
+#: Lightning sets these for the ranks that it starts. A later run in this process or its children would take itself for
+#: one of them, and wait for the others.
+LAUNCH_VARIABLES = ("AG_RUN", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 #: Keys of ``gate`` that determine the shapes of its weights.
 GATE_SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
 
@@ -99,6 +102,7 @@ def fit(
     """
     existing = folder or (None if config.resume is None else Path(config.resume))
     with ExitStack() as stack:
+        stack.enter_context(kept_environment(LAUNCH_VARIABLES))
         if existing is not None and not dry_run:
             _lock(existing, stack, RESTART if folder is not None else 0)
         if dry_run:
@@ -129,6 +133,20 @@ def fit(
             print(f"memory at its peak: {peak_memory()}")
             print("ready: one training and one validation batch ran, and nothing was written")
         return run_dir
+
+
+@contextmanager
+def kept_environment(names: Collection[str]) -> Iterator[None]:
+    """Give environment variables the values at the end that they had at the beginning."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def without_caches(config: Config) -> Config:
@@ -201,8 +219,6 @@ def train(
         if isinstance(leave.__context__, KeyboardInterrupt):  # Lightning leaves with 1
             raise KeyboardInterrupt(*([] if run_dir is None else [callbacks.how_to_continue(run_dir)])) from None
         raise
-    finally:
-        os.environ.pop("AG_RUN", None)
 
 
 def finish(

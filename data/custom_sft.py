@@ -71,9 +71,9 @@ def read(data: SftConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context
     source, counts = dataset_of(data), Counts()
     form = detect_form(next(source.read("train"), None), data, source.where("train"))
     if form.columns == [data.text_field]:
-        if data.eos is not None:
+        if data.eos:
             raise DataError(
-                f"data.eos={str(data.eos).lower()}: {source.where('train')} has documents ({data.text_field}), whose "
+                f"data.eos=true: {source.where('train')} has documents ({data.text_field}), whose "
                 "rows end anywhere in them: expected rows with a prompt and a response, or messages; leave data.eos out"
             )
         shared = {field.name for part in (StoredConfig, CutConfig) for field in fields(part)} - {"kind"}

@@ -275,9 +275,8 @@ def test_rows_that_are_not_recognised(make_config):
 
 
 def test_documents_have_no_response_that_could_end_with_eos(module):
-    for eos in (True, False):
-        with refuses(DataError, f"data.eos={str(eos).lower()}", "documents (text)", "leave data.eos out"):
-            module([{"text": "abc def"}] * 2, eos=eos)
+    with refuses(DataError, "data.eos=true", "documents (text)", "leave data.eos out"):
+        module([{"text": "abc def"}] * 2, eos=True)
 
 
 TURNS = chat(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))

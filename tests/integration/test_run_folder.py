@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -22,8 +23,9 @@ from ag.callbacks import Figures
 from ag.config import Config
 from ag.config.recipes import load_config, resolve
 from ag.model.base import load_base
+from ag.run import LAUNCH_VARIABLES
 from tests.support.bounds import hold, of_nats
-from tests.support.command import EPS, column, logged, train, weights
+from tests.support.command import EPS, column, free_port, logged, train, weights
 
 STEPS = 4
 DRAWING = {when: vars(Figures)[when] for when in ("on_validation_end", "on_train_end")}
@@ -264,3 +266,17 @@ def test_metrics_of_the_export_are_those_of_the_last_step(recipe: Path, tmp_path
     metrics = json.loads((run / "export" / "gate_config.json").read_text())["metrics"]
     assert (first["step"], last["step"], last["val/loss"]) == (2, 3, metrics["loss"])
     assert first["val/loss"] != last["val/loss"]
+
+
+def test_a_run_by_ddp_leaves_no_rank_in_the_environment(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later run would take this process for a rank that another one has started, and wait for it."""
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    before = dict(os.environ)
+    train(recipe, tmp_path, "trainer.strategy=ddp", "trainer.max_steps=1")
+    assert {name: os.environ.get(name) for name in LAUNCH_VARIABLES} == {
+        name: before.get(name) for name in LAUNCH_VARIABLES
+    }
