@@ -50,8 +50,8 @@ from ag.training.sharded import ShardedStrategy, gather
 from ag.wheels import hub_name
 
 RESTART = 60.0  # seconds to wait for the end of a rank that a cluster replaces
-#: Lightning sets these for the ranks that it starts. A later run in this process or its children would take itself for
-#: one of them, and wait for the others.
+#: A run sets these for the ranks that it starts, Lightning all but the first. A later run in this process, or in one
+#: that inherits its environment, would take itself for such a rank, and wait for the others.
 LAUNCH_VARIABLES = ("AG_RUN", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 #: Keys of ``gate`` that determine the shapes of its weights.
 GATE_SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")

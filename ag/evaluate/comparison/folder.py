@@ -122,8 +122,8 @@ class Folder:
     def append(self, cell: FinishedCell) -> None:
         """Write a finished cell. After a crash the folder has it completely or not at all."""
         key = cell.summary.key
-        self._write(f"samples/{key}.jsonl", _lines(cell.outcomes))
-        self._write(f"views/{key}.json", json.dumps([view.to_json() for view in cell.views]))
+        _write(self.path / "samples" / f"{key}.jsonl", _lines(cell.outcomes))
+        _write(self.path / "views" / f"{key}.json", json.dumps([view.to_json() for view in cell.views]))
         line = json.dumps(asdict(cell.summary), allow_nan=False).encode() + b"\n"
         with (self.path / ROWS).open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
@@ -137,7 +137,7 @@ class Folder:
 
     def begin(self, key: str, outcomes: Sequence[Outcome]) -> None:
         """Write the outcomes that a cell begins with, so that :meth:`add` appends to these."""
-        self._write(f"unfinished/{key}.jsonl", _lines(outcomes))
+        _write(self._unfinished(key), _lines(outcomes))
 
     def add(self, key: str, outcome: Outcome) -> None:
         """Append an outcome of a cell that runs."""
@@ -172,13 +172,6 @@ class Folder:
         )
         return locked(self.path, refusal)
 
-    def _write(self, name: str, text: str) -> None:
-        """Write a file of the folder, completely or not at all."""
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as new:
-            new.write_text(text, encoding="utf-8")
-
     def _unfinished(self, key: str) -> Path:
         return self.path / "unfinished" / f"{key}.jsonl"
 
@@ -208,6 +201,13 @@ class Folder:
             return [KeptTokens.from_json(view) for view in json.loads(text)]
         except (OSError, ValueError, TypeError, KeyError):
             return []
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file, completely or not at all; its folder is made if it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def _lines(outcomes: Sequence[Outcome]) -> str:
