@@ -145,8 +145,8 @@ class CacheState:
         self.check_scores()
         self.check_going_back("crop", columns)
         self.note_mode()
-        self.pass_open = True  # until the rows of all layers are shorter: a full pool may have no room for copies
         removed_tokens = self.sequences.crop(remove)
+        self.pass_open = True  # until the rows of all layers are shorter: a full pool may have no room for copies
         if self.states is not None:
             self.states.crop(columns or 0)
         left, rotation = self.sequences.num_tokens, self.setup.rotation

@@ -208,8 +208,7 @@ class ForwardPass(Interceptor):
         try:
             evict_by_reconstruction(self.state, self.batch)
         except PoolFullError:
-            if self.state.sequences.columns == self._length:  # the text can be read again
-                self.reset()
+            self.reset()
             raise
 
     # ---- a layer
@@ -232,20 +231,14 @@ class ForwardPass(Interceptor):
         Raises:
             UserError: where gradients would go through it, or the keys are of a type that the pool does not hold.
         """
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
-            raise UserError(
-                "EvictionCache: gradients do not go through a cache; run the model under torch.no_grad(), or train "
-                "without past_key_values."
-            )
         batch, state, setup = self.batch, self.state, self.setup
         assert batch is not None
-        held_type, computed_type = setup.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
-        if torch.promote_types(held_type, computed_type) != held_type:
-            raise UserError(
-                f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which "
-                f"{held_type}, the type of its weights, does not hold: use it without torch.autocast, or load it in "
-                "that type."
-            )
+        try:
+            self._check_tensors(call)
+        except UserError:
+            if state.sequences.columns == self._length:  # the text can be read again
+                self.reset()
+            raise
         evictor = state.evictor if call.layer in setup.budget_layers else None
         if not (batch.is_prefill or setup.policy.steps is not None):
             evictor = None
@@ -261,6 +254,21 @@ class ForwardPass(Interceptor):
                 raise setup.pool.full(f"a prompt of {tokens} tokens needs more than", needed) from None
             raise
 
+    def _check_tensors(self, call: AttentionCall) -> None:
+        """Refuse gradients, and types that the pool does not hold."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+            raise UserError(
+                "EvictionCache: gradients do not go through a cache; run the model under torch.no_grad(), or train "
+                "without past_key_values."
+            )
+        held_type, computed_type = self.setup.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
+        if torch.promote_types(held_type, computed_type) != held_type:
+            raise UserError(
+                f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which "
+                f"{held_type}, the type of its weights, does not hold: use it without torch.autocast, or load it in "
+                "that type."
+            )
+
     # ---- end
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -270,7 +278,7 @@ class ForwardPass(Interceptor):
         assert batch is not None
         if state.evictor is not None:
             state.evictor.end_pass(batch)
-        if batch.step:
+        if batch.step or batch.evicting is not None:  # in other passes each layer has done it
             for layer in state.layers:
                 if layer.can_expire:
                     layer.free_expired_if_many(batch, state.layer_stores[layer.index])

@@ -162,8 +162,9 @@ def policy(
             ``flags:PATH`` the options ``share=0.3`` and ``threshold=0.2`` move their boundary; see
             :meth:`ag.gates.gate.AttentionGates.at`.
         schedule: ``prefill``: once, after the prompt; ``blocks:m``: also within the prompt, after every m tokens, so
-            that never more than the budget and a block are held; ``every``: after every forward pass that follows the
-            prompt; ``steps:n``: there, after every n tokens. Parts are joined by +, for example ``blocks:128+every``.
+            that heads never hold more than the budget and a block on average; ``every``: after every forward pass that
+            follows the prompt; ``steps:n``: there, after every n tokens. Parts are joined by +, for example
+            ``blocks:128+every``.
         options: hyper-parameters of the parts, for example ``window=32``; see their classes.
             ``tau="llama2-7b-chat-4k"`` looks up the published temperatures of ``preference`` for a model and a budget
             in tokens. Of every policy: ``positions="slot"`` rotates keys and queries by their slots in the cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -55,8 +55,12 @@ class RecordedPrompt:
         self.next_position = torch.where(newest >= 0, newest + 1, self.next_position.to(token_indices.device))
 
     def note_call(self, call: AttentionCall) -> None:
-        """Note how a layer attends."""
-        self.calls[call.layer] = replace(call, **{x: getattr(call, x)[:, :, :0] for x in "qkv"}, memo={})
+        """Note how a layer attends, and hold none of its tokens."""
+        noted = {field.name: getattr(call, field.name) for field in fields(AttentionCall)} | {"memo": {}}
+        for name in "qkv":
+            batch, heads, _, size = noted[name].shape
+            noted[name] = noted[name].new_empty(batch, heads, 0, size)
+        self.calls[call.layer] = AttentionCall(**noted)
 
     def fork(self) -> RecordedPrompt:
         """Return a copy for another continuation of the prompt."""

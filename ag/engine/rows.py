@@ -124,7 +124,7 @@ def moments_over_queries(rows: Tensor, query_valid: Tensor) -> tuple[Tensor, Ten
 
     ``query_valid`` ``[B, w]`` is bool. The variance over a single query is 0.
     """
-    count = query_valid.sum(1)[:, None, None]
+    count = query_valid.sum(1)[:, None, None].clamp_min(1)  # a sequence that has ended has no queries
     mean = sum_over_queries(rows, query_valid) / count
     squares = sum_over_queries((rows - mean[:, :, None]).square_(), query_valid)
     return mean, squares / (count - 1).clamp_min(1)

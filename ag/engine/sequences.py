@@ -308,8 +308,8 @@ class SequenceState:
         if bool(too_far.any()):
             row = int(too_far.long().argmax())
             raise UserError(
-                f"crop: sequence {row} would have {int(left[row])} tokens, and some of its first "
-                f"{int(self.evicted_at[row])} were evicted, which cannot come back: crop at most "
+                f"crop: sequence {row} would have {int(left[row])} tokens, and which of its first "
+                f"{int(self.evicted_at[row])} stay was decided, which cannot be taken back: crop at most "
                 f"{int(own[row] - self.evicted_at[row])}, or call cache.reset()."
             )
         noted = scorer is not None and (scorer.needs.every_query or scorer.needs.lookback)

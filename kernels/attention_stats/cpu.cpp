@@ -165,7 +165,7 @@ std::vector<Span> spans_of(const int32_t* token_indices, int64_t length) {
 
 template <int KIND>
 void stats(const Call& call, const float* q, const float* k, const int32_t* at, const int32_t* token_indices,
-           int64_t rank_heads, const float* factors, int64_t batch, int64_t threads, float* out) {
+           int64_t index_heads, const float* factors, int64_t batch, int64_t threads, float* out) {
   const int64_t rows = call.heads * call.length;
   std::vector<float> parts(PARTS * rows);
   for (int64_t b = 0; b < batch; ++b) {
@@ -173,8 +173,8 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
     for (int64_t j = 0; j < call.count; ++j)
       if (at[b * call.count + j] >= 0) taken.push_back(j);
     std::vector<std::vector<Span>> spans;
-    for (int64_t h = 0; h < rank_heads; ++h)
-      spans.push_back(spans_of(token_indices + (b * rank_heads + h) * call.length, call.length));
+    for (int64_t h = 0; h < index_heads; ++h)
+      spans.push_back(spans_of(token_indices + (b * index_heads + h) * call.length, call.length));
     const int64_t many = static_cast<int64_t>(taken.size()), blocks = (many + QUERIES - 1) / QUERIES;
     const int64_t some = (blocks + PARTS - 1) / PARTS;  // blocks of a part
     const int64_t used = some ? (blocks + some - 1) / some : 0;
@@ -185,11 +185,11 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
 #pragma omp for schedule(dynamic)
       for (int64_t item = 0; item < call.heads * used; ++item) {
         const int64_t h = item / used, part = item % used, kv = h / (call.heads / call.kv_heads);
-        const int64_t of_indices = rank_heads == 1 ? 0 : kv;
+        const int64_t of_indices = index_heads == 1 ? 0 : kv;
         for (int64_t n = part * some; n < std::min(part * some + some, blocks); ++n)
           take<KIND>(call, q + (b * call.heads + h) * call.count * call.dim,
                      k + (b * call.kv_heads + kv) * call.length * call.dim, at + b * call.count,
-                     token_indices + (b * rank_heads + of_indices) * call.length, spans[of_indices],
+                     token_indices + (b * index_heads + of_indices) * call.length, spans[of_indices],
                      factors ? factors + b * call.count : nullptr, call.sinks ? call.sinks + h : nullptr,
                      taken.data() + n * QUERIES, std::min(QUERIES, many - n * QUERIES), room,
                      parts.data() + part * rows + h * call.length);
@@ -208,13 +208,13 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
 }  // namespace
 
 // q [batch, heads, count, dim] float32, already scaled; k [batch, kv_heads, length, dim] float32; at [batch, count] and
-// token_indices [batch, rank_heads, length], below 0 for none; factors [batch, count] float32, or null; window 0 for none;
+// token_indices [batch, index_heads, length], below 0: none; factors [batch, count] float32, or null; window 0 for none;
 // cap [1] and sinks [heads], or null; out [batch, heads, length] float32. All are contiguous.
 extern "C" void attention_stats(int64_t kind, const float* q, const float* k, const int32_t* at, const int32_t* token_indices,
-                                int64_t rank_heads, const float* factors, int64_t batch, int64_t heads,
+                                int64_t index_heads, const float* factors, int64_t batch, int64_t heads,
                                 int64_t kv_heads, int64_t count, int64_t length, int64_t dim, int64_t window,
                                 int64_t skip, int64_t threads, const float* cap, const float* sinks, float* out) {
   const Call call = {heads, kv_heads, count, length, dim, window, skip, cap, sinks};
   const auto run = kind == SUM ? stats<SUM> : kind == MAX ? stats<MAX> : stats<SQUARES>;
-  run(call, q, k, at, token_indices, rank_heads, factors, batch, threads, out);
+  run(call, q, k, at, token_indices, index_heads, factors, batch, threads, out);
 }

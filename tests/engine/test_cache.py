@@ -6,7 +6,7 @@ import torch
 import ag
 from ag.engine import cached_kv
 from ag.errors import UserError
-from tests.support.batches import columns, padded, row, step
+from tests.support.batches import columns, padded, read, row, step
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.memory import storages
@@ -150,6 +150,21 @@ def test_a_pass_that_is_broken_off_is_noticed(tiny_llama):
     assert torch.equal(*(model(ids, past_key_values=x).logits for x in (cache, want)))
 
 
+@torch.no_grad()
+def test_a_refused_crop_changes_nothing(tiny_llama):
+    model = tiny_llama()
+    caches = [read(model, row(20), "h2o", 8) for _ in range(2)]
+    for cache in caches:
+        model(row(2)[None], past_key_values=cache)
+    with refuses(UserError, "would have 12 tokens", "crop at most 2"):
+        caches[0].crop(-10)
+    with refuses(UserError, "crop([1, 2, 3])", "1 sequences"):
+        caches[0].crop([1, 2, 3])
+    for cache in caches:
+        cache.crop(-2)
+    assert torch.equal(*(model(row(1)[None], past_key_values=cache).logits for cache in caches))
+
+
 def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
     model = tiny_llama()
     ag.attach(model, gates_for(model, recent_tokens=5))
@@ -172,11 +187,11 @@ def test_gradients_do_not_go_through_a_cache(tiny_llama, policy):
     model = tiny_llama()
     ag.attach(model, gates_for(model, recent_tokens=5))
     ids = torch.randint(3, 128, (1, 60), generator=torch.Generator().manual_seed(0))
-    with refuses(UserError, "gradients", "torch.no_grad()"):
-        model(ids, past_key_values=ag.EvictionCache(model, *policy))
-    model.requires_grad_(False)
     cache = ag.EvictionCache(model, *policy)
-    model(ids, past_key_values=cache)
+    with refuses(UserError, "gradients", "torch.no_grad()"):
+        model(ids, past_key_values=cache)
+    model.requires_grad_(False)
+    model(ids, past_key_values=cache)  # what the message says is enough
     with refuses(UserError, "gradients", "torch.no_grad()"):
         embeds = model.get_input_embeddings()(ids[:, :1]).requires_grad_()
         model(inputs_embeds=embeds, past_key_values=cache)

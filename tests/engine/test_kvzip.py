@@ -1,17 +1,19 @@
 """KVzip against a second reading written out with dense masks, and what a cache does around it."""
 
 import math
+from contextlib import suppress
 
 import pytest
 import torch
 
 import ag
+from ag.engine import reconstruction
 from ag.engine.cache import EvictionCache
 from ag.engine.prompt import read_prompt
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
 from ag.model.structure import decoder_of
-from tests.support.batches import columns, padded, positions, read
+from tests.support.batches import columns, padded, positions, read, row
 from tests.support.bounds import hold, of_logits, of_pass
 from tests.support.dense import masked
 from tests.support.refused import refuses
@@ -181,6 +183,37 @@ def test_the_rows_that_are_read():
 
 
 # ---- what a repetition leaves behind, and what it needs
+
+
+@torch.no_grad()
+def test_no_tokens_are_held_for_the_repetition(tiny_llama, monkeypatch):
+    """Beside the blocks: neither queries, keys and values of the prompt's pass nor its attention."""
+    model, noted = tiny_llama(), []
+    monkeypatch.setattr(
+        reconstruction, "measure_reconstruction", lambda state, batch: noted.extend(state.recorded_prompt.calls.values())
+    )
+    with suppress(AttributeError):  # as nothing was measured
+        read_prompt(model, [ag.policy("kvzip", 0.5), ag.policy("h2o", 0.5)], ROW)
+    assert len(noted) == 3
+    for call in noted:
+        tensors = [x for x in vars(call).values() if isinstance(x, torch.Tensor)]
+        assert len(tensors) == 3 and {x.untyped_storage().nbytes() for x in tensors} == {0}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[64], [32, 32]], ids=str)
+def test_a_pool_without_room_for_the_repetition(tiny_llama, sizes):
+    model = tiny_llama()
+    blocks = 3 * 2 * 4  # of the prompt
+    pool = ag.Pool(model, (blocks + 3) * ag.Pool(model, 10**5).block_nbytes())
+    cache = EvictionCache(model, "kvzip", 0.5, pool=pool)
+    cache.expect(torch.ones(1, 64))
+    with pytest.raises(ag.PoolFullError):
+        for part in row(64)[None].split(sizes, 1):
+            model(part, past_key_values=cache)
+    assert (cache.seen_tokens, pool.num_used) == (0, 0)
+    model(row(16)[None], past_key_values=cache)
+    assert cache.seen_tokens == 16
 
 
 @torch.no_grad()

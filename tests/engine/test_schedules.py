@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import ag
 from ag.engine import EvictionCache
@@ -16,7 +17,7 @@ from ag.engine.kv_store import SPARE_BLOCKS
 from ag.engine.layer import Layer
 from ag.errors import UserError
 from tests.support import slow_policies
-from tests.support.batches import columns, row
+from tests.support.batches import columns, padded, read, row
 from tests.support.held import feed, observed_calls, run, seen_by
 from tests.support.memory import storages
 from tests.support.pairs import covering
@@ -243,6 +244,18 @@ def test_crop_where_something_was(llama, name, schedule, fed, back, reason):
 # ---- bad input
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("allocator", ["preference", "heads", "pyramid"])
+def test_a_sequence_that_has_ended_keeps_its_tokens(tiny_llama, allocator):
+    """Later parts of the prompt have no queries of it, whose mean and variance would be NaN."""
+    model, rows = tiny_llama(), [row(5), row(20)]
+    policy = ag.policy(f"cake@{allocator}", 8, "blocks:8", window=1)
+    together, alone = ag.EvictionCache(model, policy), ag.EvictionCache(model, policy)
+    model(**padded(rows), past_key_values=together)
+    model(rows[0][None], past_key_values=alone)
+    assert [layer[0] for layer in columns(together)] == [layer[0] for layer in columns(alone)] == [[[*range(5)]] * 2] * 3
+
+
 @pytest.mark.parametrize(
     ("name", "schedule"), [("h2o", "every"), ("tova@heads", "blocks:7"), ("knorm+caote", "prefill")]
 )
@@ -274,6 +287,17 @@ def test_report(llama):
         cells = line.replace(",", "").split()
         assert cells[:4] == [str(index), str(min(report.kept[index])), "24.0", str(max(report.kept[index]))]
         assert cells[5] == str(report.nbytes[index])
+
+
+@pytest.mark.parametrize("places", ["original", "slot"])
+def test_a_report_compares_with_the_cache_of_transformers(tiny_llama, places):
+    """Which has the type of the weights, also where the pool needs float32."""
+    model = tiny_llama().to(torch.bfloat16)
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(row(40)[None], past_key_values=plain)
+    cache = read(model, row(40), "streaming_llm", 20, positions=places)
+    assert cache.report().plain_nbytes == sum(x.keys.nbytes + x.values.nbytes for x in plain.layers)
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("tova@pyramid", "blocks:8+steps:3")])

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import ag
 from ag.errors import UserError
-from tests.support.batches import columns, padded, row, step
+from tests.support.batches import columns, padded, read, row, step
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
@@ -60,6 +60,22 @@ def test_windowed_layers_hold_what_the_newest_query_saw(request, family, policy)
     assert f"\n{cache.nbytes / plain_bytes:.1%} of the {plain_bytes:,} bytes of transformers" in str(cache.report())
     pages = sum(2 * (-(-layer.keys.shape[2] // 16) + 1) for layer in plain.layers)  # one a head aside
     assert cache.nbytes <= pages * 16 * (2 * 16 * 4 + 4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("spec", "options"), [("cake", {"window": 4}), ("knorm@global", {})])
+def test_layers_that_compete_within_a_prompt_in_parts(tiny_mistral, spec, options):
+    """A layer frees nothing before later layers have decided on it: sequences that end in earlier parts."""
+    model, rows = tiny_mistral(sliding_window=WINDOW), [row(90), row(300)]
+    batch = padded(rows, "right")
+    together = ag.EvictionCache(model, spec, 8, **options)
+    together.expect(batch["attention_mask"])
+    for ids, end in zip(batch["input_ids"].split(100, 1), (100, 200, 300), strict=True):
+        model(ids, attention_mask=batch["attention_mask"][:, :end], past_key_values=together)
+    held = columns(together)
+    for sequence, tokens in enumerate(rows):
+        alone = columns(read(model, tokens, spec, 8, **options))
+        assert [layer[sequence] for layer in held] == [layer[0] for layer in alone]
 
 
 @torch.no_grad()

@@ -42,8 +42,8 @@ class Candidates:
 
     @cached_property
     def valid(self) -> Tensor:
-        """``[B, Hkv, N]`` bool, tokens that can be kept."""
-        return self.score > -retention.INF
+        """``[B, Hkv, N]`` bool, tokens that can be kept. Where nothing is evicted their scores may be NaN."""
+        return self.score != -retention.INF
 
     @property
     def lengths(self) -> Tensor:
