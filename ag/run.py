@@ -264,11 +264,11 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
     gates = AttentionGates(base.config, config.gate)
     if config.init is not None and config.resume is None:
         start = AttentionGates.from_pretrained(config.init)
-        if config.train == "gates" and start.adapter is not None and not start.adapter.count_in(base):
+        if start.adapter is not None and not start.adapter.count_in(base):
             raise UserError(
                 f"init={config.init}: its gates were trained together with a LoRA adapter, which model.name="
                 f"{config.model.name} lacks: expected the model that the adapter was merged into (export.merge=true "
-                "writes one), or train=gates+lora."
+                "writes one)."
             )
         try:
             gates.load_state_dict(start.state_dict())
@@ -320,7 +320,10 @@ def run_folder(config: Config) -> Path:
     if not is_first_rank():
         return folder
     if name is not None and folder.exists():
-        raise UserError(f"{folder} is there already: continue it with resume={folder}, or give the run another id.")
+        raise UserError(
+            f"{folder} is there already: continue it with resume={folder}, or give this run a name of its own by the "
+            "environment variable AG_RUN (AG_RUN=second ag fit ...)."
+        )
     while True:
         try:
             folder.mkdir(parents=True)

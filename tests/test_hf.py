@@ -469,7 +469,7 @@ def test_an_adapter_that_does_not_act_is_no_hindrance(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_an_adapter_that_changed_the_base_has_no_teacher(tiny_llama, tmp_path, start):
-    for loss in ({"objective": "kl"}, {"objective": "lm", "share": 0.7}):
+    for loss in ({"objective": "kl"}, {"objective": "kl", "share": 0.7}):
         with refuses(UserError, f"init_lora_weights={start}", "init_lora_weights=True", "loss.objective=lm"):
             adapted(get_peft_model(tiny_llama(), lora(init_lora_weights=start)), path=tmp_path, **loss)
     for model in (get_peft_model(tiny_llama(), lora(init_lora_weights="orthogonal")), tiny_llama()):

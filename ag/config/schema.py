@@ -68,7 +68,7 @@ class Config:
                 f"recipe={self.recipe!r}: the run folder has this name too; use letters, digits, '.', '_' and '-'"
             )
         _check_trained_parts(self)
-        _check_steps(self)
+        check_steps(self, self.trainer.max_steps, "trainer.max_steps")
         _check_regression(self)
         if isinstance(self.loss, ReplayConfig):
             _check_replay(self)
@@ -97,26 +97,33 @@ def _check_trained_parts(config: Config) -> None:
         refuse(config, "lora.targets train", "nothing is adapted; name linear layers, or use train=gates")
 
 
-def _check_steps(config: Config) -> None:
-    """Refuse schedules that take longer than the run."""
-    limit, warm = config.trainer.max_steps, config.warmup.regress_steps
-    if limit < 0:
+def check_steps(config: Config, num_steps: float, limit: str) -> None:
+    """Refuse schedules that take longer than the run.
+
+    Args:
+        config: of the run.
+        num_steps: optimiser steps of the run; below 0: not known yet.
+        limit: the key that sets them, ``trainer.max_steps`` or ``trainer.max_epochs``.
+    """
+    warm = config.warmup.regress_steps
+    if num_steps < 0:
         return
-    if warm > limit:
-        reason = "the main objective never starts; raise trainer.max_steps"
-        refuse(config, "warmup.regress_steps trainer.max_steps", reason)
-    if config.warmup.rounds and warm == limit:
-        reason = "costs are measured after the regression, and no step is left; raise trainer.max_steps"
-        refuse(config, "warmup.rounds warmup.regress_steps trainer.max_steps", reason)
-    if isinstance(config.loss, MeanGateConfig) and config.train != "lora" and config.loss.anneal_steps + warm > limit:
-        reason = "the mean gate never gets to loss.beta; lower loss.anneal_steps, or raise trainer.max_steps"
-        refuse(config, "loss.anneal_steps warmup.regress_steps trainer.max_steps", reason)
-    if config.optim.warmup_steps > limit:
-        reason = "the learning rate never reaches its peak; lower optim.warmup_steps"
-        refuse(config, "optim.warmup_steps trainer.max_steps", reason)
-    if warm < limit < warm + config.optim.warmup_steps:  # regression alone needs no later rate
-        reason = "the learning rate never reaches its peak; lower optim.warmup_steps, or raise trainer.max_steps"
-        refuse(config, "optim.warmup_steps warmup.regress_steps trainer.max_steps", reason)
+    steps = "" if limit == "trainer.max_steps" else f" in {num_steps} steps"
+    if warm > num_steps:
+        refuse(config, f"warmup.regress_steps {limit}", f"the main objective never starts{steps}; raise {limit}")
+    if config.warmup.rounds and warm == num_steps:
+        reason = f"costs are measured after the regression, and no step is left{steps}; raise {limit}"
+        refuse(config, f"warmup.rounds warmup.regress_steps {limit}", reason)
+    anneal_steps = config.loss.anneal_steps if isinstance(config.loss, MeanGateConfig) else 0
+    if config.train != "lora" and anneal_steps + warm > num_steps:
+        reason = f"the mean gate never gets to loss.beta{steps}; lower loss.anneal_steps, or raise {limit}"
+        refuse(config, f"loss.anneal_steps warmup.regress_steps {limit}", reason)
+    if config.optim.warmup_steps > num_steps:
+        reason = f"the learning rate never reaches its peak{steps}; lower optim.warmup_steps"
+        refuse(config, f"optim.warmup_steps {limit}", reason)
+    if warm < num_steps < warm + config.optim.warmup_steps:  # regression alone needs no later rate
+        reason = f"the learning rate never reaches its peak{steps}; lower optim.warmup_steps, or raise {limit}"
+        refuse(config, f"optim.warmup_steps warmup.regress_steps {limit}", reason)
 
 
 def _check_regression(config: Config) -> None:

@@ -128,7 +128,8 @@ def _plain_nbytes(state: CacheState, layer: Layer) -> int:
     columns = state.sequences.columns
     columns = columns if layer.window is None else min(columns, layer.window - 1)
     number, key, value = state.layer_stores[layer.index].head_shape
-    return len(state.sequences) * columns * number * (key + value) * state.setup.decoder.dtype.itemsize
+    dtype: torch.dtype = state.setup.decoder.dtype
+    return len(state.sequences) * columns * number * (key + value) * dtype.itemsize
 
 
 def _share_of(state: CacheState, visible: Sequence[Tensor], name: str, columns: Tensor) -> float:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from ag.config import Config
 from ag.config.loss import DrawnShareConfig, MeanGateConfig
-from ag.errors import UserError
-from ag.gates.adapters import base_change
 from ag.gates.gate import AttentionGates
 from ag.training import losses
 from ag.training.gated_loss import Batch, GatedLoss, LossTerms, loss_terms
@@ -23,8 +19,6 @@ class MeanGateLoss(GatedLoss):
         super().__init__(config, model, gates)
         assert isinstance(config.loss, MeanGateConfig)
         self.target = config.loss
-        if self.objective.needs_teacher:
-            check_teacher(model, f"objective={config.loss.objective}")
 
     def loss(self, batch: Batch, step: int) -> LossTerms:
         """Compute the loss of a training batch; see :meth:`GatedLoss.loss`."""
@@ -60,30 +54,13 @@ class DrawnShareLoss(GatedLoss):
         super().__init__(config, model, gates)
         assert isinstance(config.loss, DrawnShareConfig)
         self.shares = config.loss.share_low, config.loss.share_high
-        check_teacher(model, f"share_high={config.loss.share_high}")
 
     def loss(self, batch: Batch, step: int) -> LossTerms:
         """Compute the loss of a training batch; see :meth:`GatedLoss.loss`."""
         low, high = self.shares
         share = low + (high - low) * torch.rand(())
-        dense = self.gating(batch, open=True)
-        teacher = self.teacher(batch, dense)
+        dense, teacher = self.open_pass(batch)
         gating = self.gating(batch, boundary=dense.boundary_of(float(share)))
         loss = self.objective_loss(batch, self.run_decoder(batch, gating), teacher)
         values = {"share": share, f"{self.config.loss.objective}_loss": loss}
         return loss_terms(loss, values, *self.gate_measurements(gating))
-
-
-def check_teacher(model: nn.Module, need: str) -> None:
-    """Refuse an adapter that has changed the base model itself: disabling it would not restore the base.
-
-    ``need`` is the setting of ``loss`` that compares with the base model.
-    """
-    adapters: dict[str, Any] = getattr(model, "peft_config", {})
-    for name, adapter in adapters.items():
-        if change := base_change(vars(adapter)):
-            raise UserError(
-                f"loss.{need} compares with the base model, which the adapter {name!r} with {change} has changed: "
-                "expected a start beside the base, such as init_lora_weights=True; or set loss.objective=lm "
-                "without drawn shares."
-            )

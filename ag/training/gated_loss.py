@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ag.config import Config
+from ag.errors import UserError
+from ag.gates.adapters import base_change
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.kernels.gated_attention.masks import sink_mask
@@ -49,6 +51,8 @@ class GatedLoss(ABC):
             without_dropout(model)
         #: The loss of a token; validation measures it too.
         self.objective = objective(config.loss.objective)
+        if self.objective.needs_teacher:
+            check_teacher(model, config.loss.objective)
 
     @abstractmethod
     def loss(self, batch: Batch, step: int) -> LossTerms:
@@ -69,11 +73,24 @@ class GatedLoss(ABC):
         return states
 
     @torch.no_grad()
-    def teacher(self, batch: Batch, gating: Gating | None = None) -> Tensor:
+    def teacher(self, batch: Batch) -> Tensor:
         """Return the hidden states of the model with open gates and without adapters."""
         disable = getattr(self.model, "disable_adapter", nullcontext)
         with disable():
-            return self.run_decoder(batch, gating)
+            return self.run_decoder(batch)
+
+    @torch.no_grad()
+    def open_pass(self, batch: Batch) -> tuple[Gating, Tensor | None]:
+        """Run the model, with its adapters, under open gates.
+
+        Returns:
+            The gating, which has the logits, and :meth:`teacher`'s hidden states if the objective needs them.
+        """
+        gating = self.gating(batch, open=True)
+        hidden = self.run_decoder(batch, gating)
+        if not self.objective.needs_teacher:
+            return gating, None
+        return gating, self.teacher(batch) if hasattr(self.model, "disable_adapter") else hidden
 
     def token_losses(self, batch: Batch, hidden: Tensor, teacher: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute the objective of each token that carries loss; returns the losses ``[N]`` and their rows ``[N]``."""
@@ -129,3 +146,15 @@ def loss_terms(
     """Return a loss and its measurements, without gradient."""
     values = values | (gate_values or {}) | {"loss": loss}
     return LossTerms(loss, {name: value.detach() for name, value in values.items()}, evicted)
+
+
+def check_teacher(model: nn.Module, objective_name: str) -> None:
+    """Refuse an adapter that has changed the base model itself: disabling it would not restore the base."""
+    adapters: dict[str, Any] = getattr(model, "peft_config", {})
+    for name, adapter in adapters.items():
+        if change := base_change(vars(adapter)):
+            raise UserError(
+                f"loss.objective={objective_name} compares with the base model, which the adapter {name!r} with "
+                f"{change} has changed: expected a start beside the base, such as init_lora_weights=True; or set "
+                "loss.objective=lm."
+            )

@@ -124,7 +124,10 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
     working = state + 3 * product_bytes * largest_layer.inner
     forward = sum(layer.forward for layer in layers)
     backward = sum(layer.backward for layer in layers_with_graph)
-    flops = tokens * (forward * (1 + (teacher or config.loss.draws_share)) + backward)
+    dense_passes = int(teacher or config.loss.draws_share)
+    if teacher and config.loss.draws_share and config.train != "gates":  # with adapters, and without
+        dense_passes = 2
+    flops = tokens * (forward * (1 + dense_passes) + backward)
     checkpointing = config.model.gradient_checkpointing and not regresses
     if checkpointing:
         temporary = tokens * (largest_layer.saved + working) + largest_layer.copies
@@ -137,7 +140,7 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
     chunk = min(config.loss.chunk_tokens, loss_tokens)
     # bytes of a logit: its own type and float32, log-softmax, and their gradients; then the teacher's bytes
     logit = 12 + (product_bytes != 4) * 2 * product_bytes + teacher * (product_bytes + 8 + (product_bytes != 4) * 4)
-    passes = 2 if loss_tokens <= chunk else 3  # forward, backward to the states; each chunk is computed again
+    passes = 2 + teacher  # forward, and backward to the states
     flops += passes * 2 * loss_tokens * model.vocabulary * width
     return MemoryPlan(
         parameters=dict(model.counts),
@@ -362,8 +365,6 @@ def _full_row(config: Config, context: int) -> tuple[int, float]:
         return length, data.batch_size * data.continuation
     if isinstance(data, WorkedConfig):
         return length, data.batch_size * min(length, data.solution_max)
-    if isinstance(data, FactsConfig):
-        length = min(length, data.prompt_max)
     return length, data.batch_size * length
 
 

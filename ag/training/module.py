@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ag.config import Config
 from ag.config.loss import DrawnShareConfig, LossConfig, MeanGateConfig, RegressConfig, ReplayConfig
+from ag.config.schema import check_steps
 from ag.errors import UserError
 from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
@@ -74,7 +75,12 @@ class GatedLM(L.LightningModule):
         torch.manual_seed(int(np.random.SeedSequence(seed_parts).generate_state(1)[0]))
 
     def on_train_start(self) -> None:
-        """Set the learning rates of the first step: the checkpoint's rates fit the run's length when it was saved."""
+        """Refuse schedules that are longer than the epochs, and set the learning rates of the first step.
+
+        The rates of a checkpoint fit the run's length when it was saved.
+        """
+        if self.trainer.max_steps < 0:
+            check_steps(self.config, self.trainer.estimated_stepping_batches, "trainer.max_epochs")
         for schedule in self.trainer.lr_scheduler_configs:
             for group in schedule.scheduler.optimizer.param_groups:
                 group["lr"] = self.learning_rate(group["name"], schedule.scheduler.last_epoch)
@@ -108,6 +114,12 @@ class GatedLM(L.LightningModule):
             return terms.loss
         # Lightning divides by trainer.accumulate even if the last step of an epoch has fewer batches
         return terms.loss * (accumulate / min(accumulate, self.trainer.num_training_batches - batch_idx + microbatch))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let Adam begin to count the adapters' steps after the warm start, whose gradients of them are zeros."""
+        if self.global_step < self.config.warmup.regress_steps:
+            for parameter in self.trainable()["lora"]:
+                parameter.grad = None
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Measure a batch under hard flags."""

@@ -10,6 +10,7 @@ import torch
 
 from ag.config import Config
 from ag.errors import UserError
+from ag.hardware import main_memory
 from ag.model import base as models
 from ag.model import configurations
 from ag.training.memory_plan import GIB, TFLOPS, MemoryPlan, duration, plan, steps
@@ -69,4 +70,4 @@ def _memory(config: Config) -> int:
     """Return the bytes of the device that a process trains on."""
     if config.trainer.accelerator != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return main_memory()

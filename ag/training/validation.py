@@ -42,8 +42,11 @@ class Validation(nn.Module):
         """Measure a batch, and with ``keep_samples`` keep the flags of its first prompts for pictures."""
         gated_loss = self.gated_loss
         gating = None if gated_loss.gates is None else gated_loss.gating(batch, hard=True)
-        dense = gated_loss.gating(batch, open=True) if self.loss.draws_share else None
-        teacher = None if dense is None and not gated_loss.objective.needs_teacher else gated_loss.teacher(batch, dense)
+        dense: Gating | None = None
+        if self.loss.draws_share:
+            dense, teacher = gated_loss.open_pass(batch)
+        else:
+            teacher = gated_loss.teacher(batch) if gated_loss.objective.needs_teacher else None
         hidden = gated_loss.run_decoder(batch, gating)
         nll, rows = losses.token_nll(gated_loss.model, hidden, batch["labels"], self.loss.chunk_tokens)
         right = torch.ones_like(rows, dtype=torch.bool)

@@ -32,7 +32,7 @@ def gated_attention(
     ``A_jt = m_jt e^{s_jt} / sum_u m_ju e^{s_ju}``, where ``m_jt`` is 1 for a protected pair, else ``keep[t]``. A pair
     is protected if ``j - t < recent``, if t is a sink, or if ``j < dense_until``. With flags of 0 and 1 this equals
     masked attention. The gradient of the flags stays finite and reaches evicted tokens: gates can open again. For a
-    flag of exactly 0 the factor ``e^{s - lse}`` of this gradient is set to 1, because for an evicted attention sink it
+    flag of exactly 0 the factor ``e^{s - lse}`` of this gradient is at most 1, because for an evicted attention sink it
     would be astronomically large.
 
     Triton runs it on CUDA, PyTorch in tiles elsewhere; ``AG_KERNELS`` forces a version (see ag.kernels.dispatch).

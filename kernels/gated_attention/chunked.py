@@ -190,7 +190,7 @@ class _ChunkedGatedAttention(torch.autograd.Function):
             ratio.sub_(problem.rows(total, tile))
             weight = problem.column_weight(tile)
             if weight is not None:
-                # if m is 0, the factor e^(s - lse) of its gradient is set to 1
+                # if m is 0, the factor e^(s - lse) of its gradient is at most 1
                 unmasked = ratio[..., : tile.masked_start]
                 torch.minimum(unmasked, torch.where(weight == 0, 0.0, float("inf")).to(unmasked.dtype), out=unmasked)
             hidden, free, flags = problem.pair_masks(tile)

@@ -190,7 +190,9 @@ def test_no_tokens_are_held_for_the_repetition(tiny_llama, monkeypatch):
     """Beside the blocks: neither queries, keys and values of the prompt's pass nor its attention."""
     model, noted = tiny_llama(), []
     monkeypatch.setattr(
-        reconstruction, "measure_reconstruction", lambda state, batch: noted.extend(state.recorded_prompt.calls.values())
+        reconstruction,
+        "measure_reconstruction",
+        lambda state, batch: noted.extend(state.recorded_prompt.calls.values()),
     )
     with suppress(AttributeError):  # as nothing was measured
         read_prompt(model, [ag.policy("kvzip", 0.5), ag.policy("h2o", 0.5)], ROW)

@@ -253,7 +253,9 @@ def test_a_sequence_that_has_ended_keeps_its_tokens(tiny_llama, allocator):
     together, alone = ag.EvictionCache(model, policy), ag.EvictionCache(model, policy)
     model(**padded(rows), past_key_values=together)
     model(rows[0][None], past_key_values=alone)
-    assert [layer[0] for layer in columns(together)] == [layer[0] for layer in columns(alone)] == [[[*range(5)]] * 2] * 3
+    assert (
+        [layer[0] for layer in columns(together)] == [layer[0] for layer in columns(alone)] == [[[*range(5)]] * 2] * 3
+    )
 
 
 @pytest.mark.parametrize(

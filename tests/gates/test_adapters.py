@@ -276,11 +276,12 @@ def test_what_cannot_be_exported_is_told_before(tmp_path: Path) -> None:
         export.check(gates, adapter, merge=True)
 
 
-def test_gates_alone_do_not_start_from_those_of_an_adapter_that_the_model_lacks(folder):
+def test_gates_do_not_start_from_those_of_an_adapter_that_the_model_lacks(folder):
     gate = AttentionGates.from_pretrained(folder / "export").config
     config = Config(train="gates", gate=gate, init=str(folder / "export"))
-    with refuses(UserError, f"init={folder / 'export'}", "LoRA", "train=gates+lora"):
-        run.make_gates(load(folder / "base"), config)
+    for train in ("gates", "gates+lora"):  # whose new adapter is another one
+        with refuses(UserError, f"init={folder / 'export'}", "LoRA", "export.merge=true"):
+            run.make_gates(load(folder / "base"), replace(config, train=train))
     run.make_gates(load(folder / "base"), replace(config, init="GONE", resume="."))  # the checkpoint has the weights
     made = run.make_gates(load(folder / "merged"), config)
     assert all(map(torch.equal, made.parameters(), AttentionGates.from_pretrained(folder / "export").parameters()))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig
 
 import ag
@@ -147,6 +148,21 @@ def test_operations_of_a_step(folder):
     config.model.gradient_checkpointing = True
     again = tokens * 2 * (sum(w.numel() for w in linear) - LAYERS * 128 * 64) + attention * 2 / 7
     assert plan(config).flops == pytest.approx(work + again, rel=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["lm", "kl"])
+@pytest.mark.parametrize("chunk", [16, 1024])
+def test_operations_of_the_head(folder, objective, chunk):
+    """Forward and backward, for a teacher forward alone; the size of a chunk does not matter."""
+    loss = LossConfig(objective=objective, chunk_tokens=chunk)
+    config = replace(config_of(folder, "gates"), loss=loss)
+    module, tokens = real(config), 2 * LENGTH
+    hidden, teacher = torch.randn(2, LENGTH + 1, 64, requires_grad=True), torch.randn(2, LENGTH + 1, 64)
+    labels = torch.randint(3, 128, (2, LENGTH + 1))
+    with FlopCounterMode(display=False) as counted:
+        module.gated_loss.objective.tokens(module.model, hidden, teacher, labels, chunk)[0].sum().backward()
+    one_token = replace(config, loss=replace(loss, sampled_tokens=1))
+    assert plan(config).flops - plan(one_token).flops == counted.get_total_flops() / tokens * (tokens - 1)
 
 
 def test_experts_that_a_token_goes_to_count(tmp_path):

@@ -11,6 +11,7 @@ import torch
 
 import ag
 from ag.config import Config, DataConfig, LoraConfig, LossConfig, OptimConfig, TrainerConfig, WarmupConfig
+from ag.config.keys import ConfigError
 from ag.data.collate import Collator
 from ag.data.module import DataModule
 from ag.data.rows import Row
@@ -228,8 +229,26 @@ def test_regression_steps_train_the_gates_without_a_backward_pass_of_the_model(t
     run.fit(module, loader(*[batch(seed=i) for i in range(5)]))
     assert seen[9:] == [False] * 9 + [True] * 2 * 3
     assert any(not torch.equal(p, before[name]) for name, p in module.named_parameters() if "lora_B" in name)
+    steps = {float(run.optimizers[0].state[p]["step"]) for p in module.trainable()["lora"]}
+    assert steps == {2}  # Adam corrects the adapters' moments as in a run without a warm start
     measured = [[name in line for name in ("train/regress_loss", "train/lm_loss")] for line in logged(tmp_path)]
     assert measured == [[True, False]] * 3 + [[False, True]] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"warmup": WarmupConfig(regress_steps=4)}, "warmup.regress_steps=4 with trainer.max_epochs=3: the main"),
+        ({"loss": LossConfig(anneal_steps=4)}, "loss.anneal_steps=4 with warmup.regress_steps=0, trainer.max_epochs=3"),
+        ({"optim": OptimConfig(warmup_steps=4)}, "optim.warmup_steps=4 with trainer.max_epochs=3: the learning rate"),
+    ],
+)
+def test_schedules_longer_than_the_epochs_are_refused(tiny_llama, tmp_path, given, said):
+    """As those that are longer than trainer.max_steps, once the number of rows is known."""
+    settings = {"trainer": TrainerConfig(max_epochs=3)}
+    module = build(tiny_llama, **settings | given)
+    with refuses(ConfigError, said, "in 3 steps"):
+        trainer(tmp_path, max_epochs=3).fit(module, loader(batch()))
 
 
 def test_every_step_has_the_loss_of_its_rows(tiny_llama, tmp_path):
@@ -404,19 +423,18 @@ def test_the_target_of_the_mean_gate_falls(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize(("objective", "covers"), [("lm", "prompt"), ("kl", "all")])
 def test_a_step_under_a_drawn_share(tiny_llama, objective, covers):
-    """The boundary is a quantile of the logits that the model without adapters gives each token alone, densely."""
+    """The boundary is a quantile of the logits that the model with its adapters gives each token alone, densely."""
     loss = LossConfig(objective=objective, share_low=0.2, share_high=0.9)
     module = build(tiny_llama, train="gates+lora", gate={"covers": covers, "bias": 0.4}, loss=loss, lora_noise=0.1)
     module._trainer = SimpleNamespace(current_epoch=1, global_rank=0, global_step=0, _results=None)
     module.log, log = lambda *given, sync_dist, **more: (averaged.add(sync_dist), log(*given, **more)), module.log
-    data, base, averaged = batch(), tiny_llama(), set()
-    ag.attach(base, module.gates)
+    data, averaged = batch(), set()
     said, shares, home = [], [], module.gates.config
     module.gates.config = replace(home, bias=1e3)  # every gate is open
     for tokens, prompt in rows_of(data):
         gating = ag.Gating(module.gates, torch.ones(1, len(tokens)), torch.tensor([prompt]))
         with torch.no_grad():
-            base(tokens[None], gating=gating, use_cache=False)
+            module.model(tokens[None], gating=gating, use_cache=False)
         said += [x.flatten() for x in gating.logits.values()]
     module.gates.config = home
     ranked, bound = torch.cat(said).sort().values, of_probabilities(module, data)
@@ -469,10 +487,13 @@ def build_like(module, loss):
     return other
 
 
-@pytest.mark.parametrize(("covers", "share_high"), [("all", 0.0), ("prompt", 0.7)])
-def test_validation_measures_the_boundaries_of_shares(tiny_llama, tmp_path, covers, share_high):
+@pytest.mark.parametrize(
+    ("covers", "share_high", "train"), [("all", 0.0, "gates"), ("prompt", 0.7, "gates"), ("prompt", 0.7, "gates+lora")]
+)
+def test_validation_measures_the_boundaries_of_shares(tiny_llama, tmp_path, covers, share_high, train):
     """From the logits under the flags, or from dense ones where training draws shares; padding rows do not count."""
-    module = build(tiny_llama, gate={"covers": covers}, loss=LossConfig(share_high=share_high))
+    loss, noise = LossConfig(share_high=share_high), 0.1 * (train == "gates+lora")
+    module = build(tiny_llama, train=train, gate={"covers": covers}, loss=loss, lora_noise=noise)
     data, said = batch([(30, 44), (61, 70), (22, 40)], seed=3), []
     home = module.gates.config
     module.gates.config = replace(home, bias=1e3) if share_high else home

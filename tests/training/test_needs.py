@@ -51,6 +51,13 @@ def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_fetched(gib, dt
     assert ("nf4" in str(caught.value)) == (quantization == "none")
 
 
+def test_the_memory_is_that_of_the_container(monkeypatch):
+    monkeypatch.setattr(needs, "main_memory", lambda: 3 << 30)
+    config = resolve(Config, {"recipe": "piqa_sft", "trainer.accelerator": "cpu", "model.quantization": "none"})
+    with refuses(UserError, f"model.name={LLAMA}", "this device has 3.0"):
+        needs.check_memory(config)
+
+
 def test_a_step_that_exceeds_the_memory_is_a_warning(monkeypatch, capsys):
     config = resolve(Config, {"recipe": "piqa_sft"})
     for gib, warned in ((16, True), (24, False)):
