@@ -30,9 +30,10 @@ from ag.data.rules import prompted
 from ag.data.sources import Source, local_folder
 from ag.data.tokens import start_tokens, tokenize
 from ag.engine import policy, read_prompt
-from ag.evaluate.tasks.follow import continue_batch, end_tokens, padded
+from ag.evaluate.tasks.follow import continue_batch, padded
 from ag.evaluate.tasks.reasoning import DATASETS, INSTRUCTION
 from ag.model.base import load_base
+from ag.model.structure import end_tokens
 
 MAX_NEW_TOKENS = 512  # a longer solution is cut there
 BATCH = 64  # problems that are solved together

@@ -17,12 +17,21 @@ class TokenIds:
         self.ids: Tensor | None = None
         #: Ids of the coming text, ``[B, T]``; None means that none was announced, or that its ids are not known.
         self.announced: Tensor | None = None
+        #: Whether the sequences are those of another order than the text's rows, as after beams.
+        self.reordered = False
 
     def announce(self, tokens: Tensor | None, num_seen: int) -> None:
         """Note the coming text ``[B, T]``, of which the first ``num_seen`` columns were read; None: it is unknown.
 
-        A text that does not begin with the text that was read is refused.
+        A text that does not begin with the text that was read is refused, and any text after beams: which of its rows
+        belongs to which sequence is not known.
         """
+        if tokens is not None and num_seen and self.reordered:
+            raise UserError(
+                "The sequences of this cache are in the order of beams, or were selected among several answers to a "
+                "prompt, and the rows of the given text may be in another: call cache.reset(), which reads the text "
+                "again."
+            )
         if tokens is not None and num_seen and self.ids is not None and len(self.ids) == len(tokens):
             old_ids = self.ids[:, :num_seen].to(tokens.device)
             differs = (old_ids != tokens[:, : old_ids.shape[1]]).any(0)
@@ -35,7 +44,7 @@ class TokenIds:
 
     def begin(self) -> None:
         """Take the announced text for the text that is read, when its first forward pass begins."""
-        self.ids, self.announced = self.announced, None
+        self.ids, self.announced, self.reordered = self.announced, None, False
 
     def end(self, tokens: Tensor | None, batch: int) -> None:
         """Note the text ``[B, T]`` after generation, and forget the announced text."""
@@ -59,5 +68,7 @@ class TokenIds:
 
     def select(self, indices: Tensor, batch: int) -> None:
         """Make the sequences those at ``indices`` of ``batch``; beams are more than the text has rows."""
-        if self.ids is not None:
-            self.ids = self.ids[indices.to(self.ids.device)] if len(self.ids) == batch else None
+        if self.ids is None:
+            return
+        self.reordered = len(self.ids) != batch
+        self.ids = None if self.reordered else self.ids[indices.to(self.ids.device)]

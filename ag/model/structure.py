@@ -112,6 +112,12 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     return logits.view(*hidden.shape[:-1], logits.shape[-1])
 
 
+def end_tokens(model: nn.Module, eos: int | None) -> set[int]:
+    """Return the tokens that end a text: the tokenizer's ``eos``, and the model's by its generation settings."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return {token for token in (eos, *(named if isinstance(named, list) else [named])) if token is not None}
+
+
 class _Read:
     """A stack of layers that returns given states: it is its own output, without other fields.
 

@@ -98,7 +98,7 @@ class Message(MessagePart):
         """Return the message for chat templates."""
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content)
+            message["content"] = "\n".join(part.text for part in self.content)  # as vLLM
         if self.role == "developer":
             message["role"] = "system"
         return for_template(message)

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Set
 from copy import deepcopy
@@ -22,9 +23,11 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from ag.engine.block_pool import Pool, PoolFullError
 from ag.engine.cache import EvictionCache
+from ag.engine.evictor import NonFiniteScoreError
 from ag.engine.policy import Policy, policy
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
+from ag.model.structure import end_tokens
 from ag.serve.admission import Admission, BlockNeed
 from ag.serve.prefix_cache import PrefixCache, key_of
 from ag.serve.request import Reason, Request, Token
@@ -189,9 +192,8 @@ class Scheduler:
         self._stop_error: StoppedError | None = None  # the error that ends every completion
         self.failed = False  # True once :meth:`run` has raised
         self.admission = self._default_batch.admission  # bounds of requests under the scheduler's policy
-        end_tokens = getattr(model.generation_config, "eos_token_id", None)
-        #: Ids of the model's end tokens.
-        self.end_tokens: set[int] = {end_tokens} if isinstance(end_tokens, int) else {*(end_tokens or ())}
+        #: Ids of the end tokens of the model and of its tokenizer.
+        self.end_tokens = end_tokens(model, tokenizer.eos_token_id)
         self._publish_snapshot()
 
     def context_length_of(self, num_prompt: int) -> int | None:
@@ -486,8 +488,13 @@ class Scheduler:
             self._finish(completion, "length")
             cache.reset()
         elif completion.num_generated or self._sample_next(completion, logits, allowed):
-            completion.batch.cache.add(cache)
-            completion.batch.running.append(completion)
+            batch = completion.batch
+            try:
+                batch.cache.state.check_scores()
+            except NonFiniteScoreError as error:  # of the running completions
+                self._fail(batch.running, batch.cache, error)
+            batch.cache.add(cache)
+            batch.running.append(completion)
         else:
             cache.reset()
         job.completions.remove(completion)
@@ -526,7 +533,11 @@ class Scheduler:
             num_rejected.append(end - completion.num_computed_tokens)
             self.counts.drafted += num_drafted
             self.counts.accepted += num_drafted - num_rejected[-1]
-        batch.cache.crop(num_rejected)
+        try:
+            batch.cache.crop(num_rejected)
+        except PoolFullError as error:  # for copies of blocks that other completions share
+            self._remove(finished)
+            return self._preempt(batch, error) if batch.running else None
         self._remove(finished)
 
     def _step(self, batch: _Batch, next_token_ids: list[Tensor]) -> list[Tensor]:
@@ -679,13 +690,18 @@ class Scheduler:
     def _remove(self, completions: list[_Completion]) -> None:
         """Remove completions from their batches."""
         for batch in {completion.batch for completion in completions}:
-            batch.cache.remove([index for index, each in enumerate(batch.running) if each in completions])
+            removed_indices = [index for index, each in enumerate(batch.running) if each in completions]
             batch.running = [completion for completion in batch.running if completion not in completions]
+            try:
+                batch.cache.remove(removed_indices)
+            except NonFiniteScoreError as error:  # of a step since the last check
+                self._fail(batch.running, batch.cache, error)
             self._hold_admissions = False
 
     def _fail(self, completions: list[_Completion], cache: EvictionCache, error: Exception) -> None:
         """End completions with an error of the model or the policy. Queued requests go on."""
         cache.reset()
+        traceback.clear_frames(error.__traceback__)  # the streams hold the error, whose frames hold the cache's blocks
         for completion in completions:
             self._finish(completion, None, error)
         completions.clear()

@@ -21,6 +21,7 @@ from ag.config.command_line import Invocation
 from ag.continuation import read_policy
 from ag.engine.block_pool import Pool
 from ag.errors import UserError, first_line
+from ag.gates import export
 from ag.loading import load_model
 from ag.model.base import check_device
 from ag.serve.app import STOPPING, Service
@@ -49,6 +50,8 @@ def run(invocation: Invocation[ServeConfig]) -> int:
     options: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "on"}
     server = Server(service, uvicorn.Config(service.app(), timeout_graceful_shutdown=CLOSE_SECONDS, **options))
     server.run([listener])
+    if service.scheduler.failed:  # as logged; a supervisor starts the server again
+        return 1
     logger.info("stopped, %d requests cut", server.cut)
     return 0
 
@@ -75,7 +78,8 @@ def load_service(config: ServeConfig) -> Service:
     limits = {name: getattr(config, name) for name in ("prefill_tokens", "batch", "queue", "prompt_lookup")}
     # a PeftModel forwards every attribute
     scheduler = Scheduler(model, tokenizer, policy, pool, **limits)  # type: ignore[arg-type]
-    service = Service(scheduler, config.name or Path(str(model.config.name_or_path)).name, config)
+    base_name = config.model or export.read_info(gates)["base_model"]["name"]  # type: ignore[arg-type]
+    service = Service(scheduler, config.name or Path(base_name).expanduser().absolute().name, config)
     capacity = scheduler.admission.capacity_text(pool.capacity, scheduler.context_length, scheduler.batch)
     logger.info("policy %s, %s", service.policy, capacity)
     return service
@@ -135,6 +139,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether the server ends now. Uvicorn calls this ten times a second."""
+        self.should_exit |= self._scheduler.failed
         if self._end is not None:
             if self._signal:  # not logged in the handler, which may interrupt the log
                 logger.info("%s: %d open requests have %.0f s", self._signal, self._entrance.open, DRAIN_SECONDS)

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 import ag
+from ag.errors import UserError
 from tests.support import ROOT
 from tests.support.batches import row
 from tests.support.http_server import VOCABULARY, byte_tokenizer
 from tests.support.reasoning import TEMPLATE
+from tests.support.refused import refuses
 
 QUESTIONS = ("Does it rain in the town by the river today?", "And snow?", "Is it windy?")
 NEW = 6
@@ -115,3 +117,17 @@ def test_ids_end_where_a_text_was_read_by_other_means(tiny_llama, back):
     again = torch.cat([out, row(6)[None]], 1)
     assert cache.rewind(again) == before
     assert torch.equal(generate(model, again, cache), generate(model, again, None))
+
+
+@torch.no_grad()
+def test_a_text_after_beams_is_read_anew(tiny_llama):
+    """The answers come in the order of their scores, and the cache has them in the order of the search."""
+    model, prompt = tiny_llama(), row(12)[None]
+    cache = ag.EvictionCache(model, "full")
+    arguments = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "num_return_sequences": 3}
+    answers = model.generate(prompt, past_key_values=cache, **arguments)
+    turns = torch.cat([answers, row(4).expand(3, -1)], 1)
+    with refuses(UserError, "order of beams", "cache.reset()"):
+        generate(model, turns, cache)
+    assert cache.rewind(turns) == 0
+    assert torch.equal(generate(model, turns, cache), generate(model, turns, None))

@@ -78,6 +78,7 @@ def test_no_answer_takes_more_than_it_is_admitted_with(tiny_llama, tiny_mistral,
         Request(
             tokens=[draw.randrange(6, 128) for _ in range(prompt)],
             max_tokens=answer,
+            ignore_eos=True,
             protect=((prompt // 3, prompt - 1),) if name == "protected by the request" else (),
         )
         for prompt, answer in ((draw.randrange(60, 120), draw.randrange(20, 40)), (90, 3), (draw.randrange(4, 60), 16))

@@ -36,7 +36,7 @@ POLICIES = {
 
 def model_of(name, gates, tiny_llama, tiny_gemma3=None):
     kind, layers = (tiny_gemma3, {}) if name == "full, some windows" else (tiny_llama, {"num_hidden_layers": 2})
-    model = kind(**layers, eos_token_id=5, pad_token_id=0)
+    model = kind(**layers, eos_token_id=2, pad_token_id=0)
     if gates is not None:
         ag.attach(model, gates_for(model, **gates))
     return model

@@ -11,6 +11,8 @@ import torch
 
 import ag
 from ag.engine.block_pool import PoolFullError
+from ag.engine.cache import EvictionCache
+from ag.engine.evictor import NonFiniteScoreError
 from ag.errors import UserError
 from ag.serve import Request, Scheduler
 from ag.serve.admission import BlockNeed
@@ -31,7 +33,7 @@ POLICIES = {
 
 
 def model_for(tiny_llama, name):
-    model = tiny_llama(num_hidden_layers=2, eos_token_id=5, pad_token_id=0)
+    model = tiny_llama(num_hidden_layers=2, eos_token_id=2, pad_token_id=0)
     if name == "flags":
         ag.attach(model, gates_for(model, recent_tokens=4, covers="all", scope="causal"))
     return model
@@ -155,6 +157,28 @@ def test_drafts_change_no_answer(tiny_llama, tiny_tokenizer, name):
     assert all(answer == alone(model, policy, request) for request, answer in greedy)
 
 
+def test_drafts_that_a_full_pool_cannot_take_back(tiny_llama, tiny_tokenizer, monkeypatch):
+    """Copies of shared blocks have no room: the answers are preempted, and lose no token."""
+    model, draw = model_for(tiny_llama, "full"), random.Random(7)
+    pool, crop, refused = ag.Pool(model, 2**22), EvictionCache.crop, []
+
+    def full(cache, remove):
+        if len(remove) > 1 and any(remove) and not refused:
+            refused.append(remove)
+            cache.state.pass_open = True  # as rows of some layers may be shorter already
+            raise PoolFullError("full")
+        crop(cache, remove)
+
+    monkeypatch.setattr(EvictionCache, "crop", full)
+    scheduler = Scheduler(model, tiny_tokenizer, "full", pool, prompt_lookup=9)
+    requests = [Request(tokens=text(draw, 9) * 3 + text(draw, n), max_tokens=4 + 13 * n) for n in range(3)]
+    streams = [stream for request in requests for stream in scheduler.submit(request)]
+    finish(scheduler)
+    assert refused and scheduler.counts.preempted >= 2
+    assert [read(stream) for stream in streams] == [alone(model, "full", request) for request in requests]
+    assert pool.free == pool.capacity
+
+
 def test_a_budget_of_one_token_is_not_that_of_everything(tiny_llama, tiny_tokenizer):
     model = model_for(tiny_llama, "h2o")
     scheduler = Scheduler(model, tiny_tokenizer, "full", ag.Pool(model, 2**20))
@@ -220,6 +244,7 @@ def test_several_answers_share_a_prompt(tiny_llama, tiny_tokenizer):
 
 def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     model, draw, now = model_for(tiny_llama, "full"), random.Random(3), [0.0]
+    model.generation_config.eos_token_id = 5  # the tokenizer's is 2, which ends an answer too
     pool = ag.Pool(model, 2**22)
     scheduler = Scheduler(model, tiny_tokenizer, "full", pool, batch=3, clock=lambda: now[0])
     whole = Request(tokens=text(draw, 20), max_tokens=24)
@@ -232,6 +257,7 @@ def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     (late,) = scheduler.submit(Request(tokens=whole.tokens, max_tokens=24, answer_seconds=5))
     (waits,) = scheduler.submit(Request(tokens=whole.tokens, wait_seconds=3))
     (forced,) = scheduler.submit(Request(tokens=whole.tokens, max_tokens=2, logit_bias={7: 1e4}))
+    (by_tokenizer,) = scheduler.submit(Request(tokens=whole.tokens, max_tokens=9, logit_bias={2: 1e4}))
     scheduler.step()
     scheduler.step()
     leaves.cancel()
@@ -247,6 +273,7 @@ def test_what_ends_an_answer(tiny_llama, tiny_tokenizer):
     begun = read(late)
     assert late.reason == "timeout" and 0 < len(begun) < 24 and begun == answer[: len(begun)]
     assert (read(forced), forced.reason) == ([7, 7], "length")
+    assert (read(by_tokenizer), by_tokenizer.reason) == ([tiny_tokenizer.eos_token_id], "stop")
     assert pool.free == pool.capacity
 
 
@@ -295,6 +322,38 @@ def test_an_error_ends_one_request_only(tiny_llama, tiny_tokenizer, monkeypatch)
     with pytest.raises(IndexError):
         read(broken)
     assert pool.free == pool.capacity
+
+
+@pytest.mark.parametrize("what", ["one leaves", "one comes"])
+def test_scores_that_are_not_finite_end_the_answers_of_their_batch(tiny_llama, tiny_tokenizer, what):
+    """Hidden states overflow, as in float16. It is noticed when the sequences of the batch change; others go on."""
+    model, draw, overflows = model_for(tiny_llama, "every"), random.Random(4), [False]
+
+    def overflow(module, given, states):
+        if overflows[0]:
+            states = states.clone()
+            states[0] = torch.nan
+        return states
+
+    model.model.embed_tokens.register_forward_hook(overflow)
+    pool = ag.Pool(model, 2**22)
+    scheduler = Scheduler(model, tiny_tokenizer, POLICIES["every"], pool)
+    requests = [Request(tokens=text(draw, 40), max_tokens=30, ignore_eos=True) for _ in range(3)]
+    broken, other = (scheduler.submit(request)[0] for request in requests[:2])
+    scheduler.step()
+    scheduler.step()
+    overflows[0] = True
+    scheduler.step()
+    overflows[0] = False
+    if what == "one leaves":
+        other.cancel()
+        scheduler.step()
+    (late,) = scheduler.submit(requests[2])
+    finish(scheduler)
+    with refuses(NonFiniteScoreError, "budget=12"):
+        read(broken)
+    assert read(late) == alone(model, POLICIES["every"], requests[2]) and late.reason == "length"
+    assert pool.free == pool.capacity and not scheduler.failed
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-20])

@@ -93,11 +93,11 @@ def test_a_text_is_continued_as_by_the_model_alone(tiny, client):
 def test_a_conversation_is_put_into_the_template(tiny, client):
     messages = [
         {"role": "developer", "content": "Be kind."},
-        {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]},
         {"role": "assistant", "content": "Yes?", "refusal": None},
         {"role": "user", "content": "Go on."},
     ]
-    expected = answer_of(tiny, "system: Be kind.\nuser: Hello\nassistant: Yes?\nuser: Go on.\nassistant:", 12)
+    expected = answer_of(tiny, "system: Be kind.\nuser: Hello\nthere\nassistant: Yes?\nuser: Go on.\nassistant:", 12)
     fields = {"model": "tiny", "messages": messages, "temperature": 0}
     [choice] = client.chat.completions.create(**fields, max_completion_tokens=12).choices
     assert choice.message.model_dump(exclude_unset=True) == {"role": "assistant", "content": expected, "refusal": None}

@@ -1,5 +1,7 @@
 """Endpoints beside chats and texts, and what pages and programs send and read."""
 
+import copy
+
 import pytest
 import torch
 
@@ -7,9 +9,11 @@ openai = pytest.importorskip("openai", reason="needs the server's libraries: pip
 
 import ag  # noqa: E402
 from ag.commands.serve import ServeConfig  # noqa: E402
+from ag.config.command_line import parse  # noqa: E402
 from ag.config.recipes import resolve  # noqa: E402
+from ag.gates import export as exports  # noqa: E402
 from ag.serve import Request, Scheduler  # noqa: E402
-from ag.serve.server import load_service  # noqa: E402
+from ag.serve.server import load_service, run  # noqa: E402
 from tests.support.asked import asked  # noqa: E402
 from tests.support.gates_for import gates_for  # noqa: E402
 from tests.support.http_server import TEMPLATE, VOCABULARY, byte_tokenizer, said, saved  # noqa: E402
@@ -217,3 +221,23 @@ def test_policies_that_are_refused(served, own, param, word):
     answer = served[1].post("/v1/completions", json={"model": "tiny", "prompt": "x", "ag": own})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param) and word in error["message"]
+
+
+def test_the_name_for_clients_is_the_base_models(tiny, export, monkeypatch):
+    """Not the folder that it was read from, which in the hub's cache is named after a commit."""
+    model = copy.copy(tiny)
+    model.config = copy.deepcopy(tiny.config)
+    model.config.name_or_path = "/home/user/.cache/hub/snapshots/12fd25f"
+    monkeypatch.setattr("ag.serve.server.load_model", lambda *given, **more: (model, byte_tokenizer()))
+    for name, wanted in (("smollm2", "smollm2"), ("HuggingFaceTB/SmolLM2-135M", "SmolLM2-135M"), (str(export), "run")):
+        assert load_service(ServeConfig(model=name, policy="full", memory="4MiB")).name == wanted
+    exports.save(export / "named", gates_for(tiny), base_model="ORG/base")
+    assert load_service(ServeConfig(gates=str(export / "named"), memory="4MiB")).name == "base"
+
+
+def test_a_server_whose_scheduler_fails_ends_with_an_error(export, monkeypatch, capfd):
+    """So that a supervisor starts it again."""
+    monkeypatch.setattr(Scheduler, "run", lambda scheduler: scheduler.__dict__.update(failed=True) or 1 / 0)
+    config = parse([f"model={export}", "policy=full", "memory=4MiB", "port=0"], ServeConfig, "ag.serve")
+    assert run(config) == 1
+    assert "the scheduler failed: ZeroDivisionError" in capfd.readouterr().err

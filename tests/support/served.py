@@ -14,7 +14,7 @@ from ag.serve import Request, Scheduler, Stream
 
 
 def text(draw: random.Random, length: int) -> list[int]:
-    """Token ids of the tiny models, none of which ends a text (5) or is padding (0)."""
+    """Token ids of the tiny models, none of which ends a text (2) or is padding (0)."""
     return [draw.randrange(6, 128) for _ in range(length)]
 
 

@@ -172,9 +172,3 @@ def padded(texts: Sequence[list[int]], device: torch.device, side: str = "left")
     masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
     ids, mask = (pad_sequence(each, batch_first=True, padding_side=side).to(device) for each in (rows, masks))
     return ids, mask
-
-
-def end_tokens(model: nn.Module, eos: int | None) -> set[int]:
-    """Return the tokens that end a text: the tokenizer's ``eos``, and the model's by its generation settings."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return {token for token in (eos, *(named if isinstance(named, list) else [named])) if token is not None}

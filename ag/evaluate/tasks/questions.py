@@ -16,7 +16,8 @@ from ag.data.encode import divided
 from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.engine import EvictionCache
 from ag.evaluate.tasks.base import PromptTask, Sample, Tags
-from ag.evaluate.tasks.follow import end_tokens, greedy, score
+from ag.evaluate.tasks.follow import greedy, score
+from ag.model.structure import end_tokens
 
 FLOOR = 0.1
 EXTRA_ANSWER_TOKENS = 8  # tokens by which an answer may be longer than the longest right answer

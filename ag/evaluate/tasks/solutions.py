@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.evaluate.tasks.base import Outcome, Outcomes, PositiveInt, Samples, Tags, Task, synchronised_time
-from ag.evaluate.tasks.follow import continue_batch, end_tokens, likeliest, padded
+from ag.evaluate.tasks.follow import continue_batch, likeliest, padded
+from ag.model.structure import end_tokens
 
 
 class Decoded(NamedTuple):

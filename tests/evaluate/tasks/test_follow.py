@@ -5,7 +5,8 @@ import torch
 
 import ag
 from ag.engine import read_prompt
-from ag.evaluate.tasks.follow import end_tokens, greedy, score
+from ag.evaluate.tasks.follow import greedy, score
+from ag.model.structure import end_tokens
 from tests.support.bounds import hold, of_nats
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
