@@ -22,5 +22,5 @@ The difference is in nats per token of the answers, against the full cache. Belo
 the answers, as training on answers does; accuracy says whether the facts are still there. Next:
   .venv/bin/ag generate model=smollm2 policy=gates:smollm2 budget=0.3 file=README.md compare=true
   .venv/bin/ag fit recipe=quickstart gate.kind=linear
-  .venv/bin/ag serve model=smollm2 policy=gates:smollm2 share=0.3
+  .venv/bin/ag serve model=smollm2 policy=gates:smollm2 budget=0.3
 END
