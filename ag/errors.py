@@ -1,7 +1,7 @@
 """Errors and warnings for users."""
 
 import importlib.util
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 
@@ -22,13 +22,6 @@ def require(part: object, name: str, holds: bool, expected: str) -> None:
     """Raise a :class:`UserError` that names an attribute's value, unless ``holds``."""
     if not holds:
         raise UserError(f"{type(part).__name__}: {name}={getattr(part, name)!r}: expected {expected}.")
-
-
-def refuse_old_names(cls: type, renamed: Mapping[str, str]) -> None:
-    """Raise a :class:`UserError` if a class defines a member by its earlier name, under which nothing would call it."""
-    for old, new in renamed.items():
-        if old in vars(cls):
-            raise UserError(f"{cls.__name__}.{old} is now called {new}; rename it.")
 
 
 def first_line(error: BaseException) -> str:

@@ -28,11 +28,10 @@ from ag.callbacks.checkpoint_files import checkpoints, newest_valid, step_of
 from ag.config import Config
 from ag.config.command_line import Invocation
 from ag.config.data import TextKeys
-from ag.config.keys import nearest
 from ag.config.loss import ReplayConfig
 from ag.config.recipes import dump
 from ag.data import DataModule, early
-from ag.errors import UserError
+from ag.errors import UserError, nearest
 from ag.files import locked, replacing
 from ag.gates import export
 from ag.gates.gate import AttentionGates, gate_kind

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor
 
 from ag.callbacks.checkpoint import RunCheckpoint
-from ag.callbacks.checkpoint_files import AtomicCheckpointIO, newest_valid
+from ag.callbacks.checkpoint_files import AtomicCheckpointIO
 from ag.callbacks.guards import FiniteGuard, GateCollapse, NonFiniteError
 from ag.callbacks.pictures import Figures, ParameterSummary
 from ag.callbacks.progress import progress_bar
@@ -16,7 +16,7 @@ from ag.callbacks.steps import Throughput, ValidateAfterSteps
 from ag.callbacks.stop import StopOnSignal, Stopped, how_to_continue
 from ag.config.sections import CheckpointConfig, TrainerConfig
 
-__all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_continue", "newest_valid"]
+__all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_continue"]
 
 
 def build(

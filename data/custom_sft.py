@@ -23,7 +23,7 @@ import numpy as np
 from ag.config.data import CutConfig, SftConfig, SplitConfig, StoredConfig
 from ag.data.encode import encode, truncate_prompt, truncation_remedies
 from ag.data.rows import Row
-from ag.data.sources import TOO_DEEP_ERROR, DataError, Record, check_fields, dataset_name, dataset_of, held_out
+from ag.data.sources import TOO_DEEP_ERROR, DataError, Record, check_fields, dataset_name, dataset_of, num_held_out
 from ag.data.splits import Counts, SplitCounts, Splits
 from ag.data.templates import Example
 from ag.data.text import cut_documents
@@ -88,7 +88,7 @@ def read(data: SftConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context
             f"{source.where('train')} has messages, and the tokenizer {tokenizer.name_or_path} has no chat template: "
             "use a model with one, such as its instruct version, or rows with a prompt and a response"
         )
-    first = counts.held_out = held_out(source, data)
+    first = counts.held_out = num_held_out(source, data)
     limit, leading_tokens = min(data.max_length, context), start_tokens(tokenizer)
     remedy, counts.cut_remedy = truncation_remedies(data, context)
     counts.remedy = f"without a prompt, or with no room for one beside the response; {remedy}"

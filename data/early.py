@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ag.config.data import SftConfig, TextConfig
-from ag.data.sources import Source, dataset_of, held_out, local_folder
+from ag.data.sources import Source, dataset_of, local_folder, num_held_out
 from ag.data.templates import find_task, is_own
 
 if TYPE_CHECKING:
@@ -28,4 +28,4 @@ def check(data: DataConfig) -> None:
         source = dataset_of(data)
         if source.folder is not None:
             source.read("train")
-            held_out(source, data)
+            num_held_out(source, data)

@@ -124,7 +124,7 @@ def dataset_of(data: StoredConfig) -> Source:
     return Source(data.name, data.subset, data.revision, folder if folder.is_dir() else None)
 
 
-def held_out(source: Source, data: StoredConfig) -> int:
+def num_held_out(source: Source, data: StoredConfig) -> int:
     """Return how many of the first training rows validate: 0 if there is a validation split.
 
     Raises:

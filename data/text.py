@@ -21,7 +21,7 @@ import numpy as np
 from ag.config.data import OwnDataConfig, PackedConfig, RepeatedConfig, ResponsesConfig, SplitConfig, TextConfig
 from ag.data.responses import LEAD_TOKENS, REPEAT_PROMPT, ResponseCutter, make_cutter
 from ag.data.rows import Row, Tokens
-from ag.data.sources import DataError, Source, check_fields, dataset_of, held_out
+from ag.data.sources import DataError, Source, check_fields, dataset_of, num_held_out
 from ag.data.splits import Counts, DataKind, Splits
 from ag.data.tokens import start_tokens, tokenize, tokenize_after
 
@@ -59,7 +59,7 @@ class Text(DataKind):
 def cut_documents(data: TextConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context: int) -> Splits:
     """Read, tokenise and cut documents; see :meth:`Text.read`."""
     source = dataset_of(data)
-    first = held_out(source, data)
+    first = num_held_out(source, data)
     counts = Counts(unit="documents", held_out=first)
     longest, start = min(data.max_length, context), start_tokens(tokenizer)
     cut: Packed | Windows | Repeated | ResponseCutter

@@ -56,7 +56,7 @@ class Preset:
 
     config: CompareConfig
     names: dict[str, str]  # names of the policies in this command's output, by label
-    trained: Config | None  # configuration of the run; None: plain documents without a run
+    run_config: Config | None  # None: plain documents without a run
 
 
 def translate(config: EvaluateConfig) -> Preset:
@@ -65,14 +65,14 @@ def translate(config: EvaluateConfig) -> Preset:
         raise UserError("nothing to evaluate on: give run=RUN, or root=FOLDER of plain documents.")
     if config.file.suffix != ".json":
         raise UserError(f"output={config.output}: expected a name that ends in .json, such as {config.output}.json.")
-    recipe = None if config.run is None else load_config(Path(config.run) / "config.yaml", Config)
-    if recipe is not None and config.model is not None:
+    run_config = None if config.run is None else load_config(Path(config.run) / "config.yaml", Config)
+    if run_config is not None and config.model is not None:
         raise UserError(
-            f"model={config.model}: run={config.run} is evaluated on its own model, {recipe.model.name}; leave model "
-            "out, or leave run out and give root=FOLDER of plain documents and policies=[full,flags:EXPORT]."
+            f"model={config.model}: run={config.run} is evaluated on its own model, {run_config.model.name}; leave "
+            "model out, or leave run out and give root=FOLDER of plain documents and policies=[full,flags:EXPORT]."
         )
-    base = ModelConfig(name=config.model or "smollm2") if recipe is None else recipe.model
-    trained = "" if recipe is None else recipe.train
+    base = ModelConfig(name=config.model or "smollm2") if run_config is None else run_config.model
+    trained = "" if run_config is None else run_config.train
     listed = _policies(config, trained)
     if not listed:
         raise UserError("policies=[]: expected at least one, such as full.")
@@ -99,7 +99,7 @@ def translate(config: EvaluateConfig) -> Preset:
             for kv_dtype in config.kv_dtypes
             for label, name in zip(specs_by_name(list(listed)), listed.values(), strict=True)
         },
-        recipe,
+        run_config,
     )
 
 
@@ -120,4 +120,4 @@ def check(config: EvaluateConfig) -> None:
     translate(config).config.check()
 
 
-main = main_from_schema("ag.evaluate", EvaluateConfig, "ag.evaluate.preset:run", check=check)
+main = main_from_schema("ag.evaluate", EvaluateConfig, "ag.evaluate.evaluate:run", check=check)

@@ -13,7 +13,7 @@ from ag.config.sections import key
 from ag.errors import UserError
 from ag.plugins import load
 
-ROWS = "results.jsonl"  # as in ag.evaluate.comparison.folder, which loads torch
+ROWS = "results.jsonl"
 EXPECTED = "give folders that ag.compare or ag.evaluate has written"
 
 

@@ -20,10 +20,10 @@ from typing import Any, Generic, NoReturn, TypeVar
 import yaml  # type: ignore[import-untyped]
 
 from ag.config import early
-from ag.config.keys import ConfigError, Key, as_argument, keys, nearest, one_line
+from ag.config.keys import ConfigError, Key, as_argument, keys, one_line
 from ag.config.recipes import dump, recipes, resolve
 from ag.config.sweep import sweep
-from ag.errors import BudgetWarning, UserError, first_line
+from ag.errors import BudgetWarning, UserError, first_line, nearest
 
 T = TypeVar("T")
 #: Runs a program on its arguments, by default the arguments of the process; returns the exit code.

@@ -6,8 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from ag.config.keys import nearest
 from ag.config.recipes import RECIPES
+from ag.errors import nearest
 
 WEIGHTS, CONFIG = "gates.safetensors", "gate_config.json"
 SHIPPED = RECIPES / "gates"

@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, cast, get_args, get
 import yaml  # type: ignore[import-untyped]
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from ag.errors import UserError, first_line
-from ag.errors import nearest as nearest
+from ag.errors import UserError, first_line, nearest
 
 MAX_YAML_EVENTS = 20_000
 MAX_YAML_DEPTH = 20

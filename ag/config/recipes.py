@@ -20,13 +20,13 @@ from ag.config.keys import (
     check,
     from_text,
     keys,
-    nearest,
     one_line,
     parse_yaml,
     unknown_key_error,
     values_of,
 )
 from ag.config.loss import LOSSES, choose_loss
+from ag.errors import nearest
 
 T = TypeVar("T")
 

@@ -93,6 +93,6 @@ class CachedKV:
         return token_indices.masked_fill(token_indices <= last_expired[:, None, None], -1)
 
     @property
-    def gates(self) -> Tensor:
+    def gate_outputs(self) -> Tensor:
         """Gate output of each slot ``[B, Hkv, N]``, undefined on free slots."""
-        return self.store.gates(self.layer, self._pool_indices)
+        return self.store.gate_outputs(self.layer, self._pool_indices)

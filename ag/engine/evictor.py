@@ -77,7 +77,7 @@ class Evictor:
         self._scores: dict[KVStore, Tensor] = {}  # [L, B, Hkv, S] float32, scores of all layers
         self._layers_left: dict[KVStore, int] = {}  # layers whose scores are still to come in this step
         self._nonfinite: dict[KVStore, Tensor] = {}  # [L, B, Hkv] int32, 1 for rows with a score that was not finite
-        self._steps_unchecked = 0  # evicting steps since these flags were read
+        self._steps_unchecked = 0  # evicting steps since they were read
         self._settled_cpu: tuple[Any, dict[int, Tensor]] = None, {}  # budgets.settled, and a copy of it on the host
 
     def fork(self) -> Evictor:
@@ -94,7 +94,7 @@ class Evictor:
 
         Args:
             batch: the step.
-            stores: the rows; their ``held`` counts the new tokens already.
+            stores: one for each kind of KV heads; their ``lengths_cpu`` count the new tokens already.
             sliding_window: the sliding window of the layers that share the budget. None: they have none.
         """
         for store in stores if self._host_counts_decode and self.policy.steps is not None else ():
@@ -121,7 +121,9 @@ class Evictor:
             for on_device, on_host in zip(old[1:], counts[1:], strict=True):
                 on_device.copy_(on_host, non_blocking=True)  # the host does not wait, as its memory is not pinned
 
-    def evict(self, reader: LayerReader, batch: ForwardBatch, stores: Sequence[KVStore], records: Records) -> None:
+    def evict(
+        self, reader: LayerReader, batch: ForwardBatch, layer_stores: Sequence[KVStore], records: Records
+    ) -> None:
         """Let the scorer record the pass, and evict the tokens that exceed the budget.
 
         If layers compete, earlier layers lose tokens too. In a counted step the last layer evicts from all layers.
@@ -129,20 +131,20 @@ class Evictor:
         Args:
             reader: gives the scorer's inputs of the layer.
             batch: the pass.
-            stores: the rows of each layer.
+            layer_stores: the rows of each layer.
             records: the scorer's records of the layer's slots; the scorer may add more.
         """
         assert batch.evicting is not None
-        store, layer = stores[reader.layer], reader.layer
+        store, layer = layer_stores[reader.layer], reader.layer
         counted_step = batch.step and self.step_is_counted
         if not counted_step and not (self._host_counts_prompt if batch.is_prefill else self._host_counts_decode):
             evicting = None if bool(batch.evicting.all()) else batch.evicting.to(reader.lengths.device)
             keep_masks = self.decide(reader, evicting, records)
             store.put_records(layer, records)
-            for rows in dict.fromkeys(stores[index] for index in keep_masks):
+            for rows in dict.fromkeys(layer_stores[index] for index in keep_masks):
                 by_slot = {}
                 for index, keep in keep_masks.items():
-                    if stores[index] is rows:
+                    if layer_stores[index] is rows:
                         order = reader.slot_order if index == layer else order_slots(rows.token_indices(index))
                         by_slot[index] = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
                 rows.keep(by_slot)
@@ -171,10 +173,10 @@ class Evictor:
         if counted_step:
             store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
             return
-        flags = self._nonfinite.get(store)
-        if flags is None or flags.shape != store.lengths.shape:
-            flags = self._nonfinite[store] = torch.zeros_like(store.lengths)
-        store.compact({layer: score}, counts.kept, nonfinite=flags[layer])
+        nonfinite = self._nonfinite.get(store)
+        if nonfinite is None or nonfinite.shape != store.lengths.shape:
+            nonfinite = self._nonfinite[store] = torch.zeros_like(store.lengths)
+        store.compact({layer: score}, counts.kept, nonfinite=nonfinite[layer])
 
     def _note_and_score(self, reader: LayerReader, batch: ForwardBatch, records: Records, evicting: Tensor) -> Tensor:
         """Let the scorer note the pass, and return its score ``[B, Hkv, N]``.
@@ -223,10 +225,10 @@ class Evictor:
     def raise_if_nonfinite(self) -> None:
         """Check that all scores since the last check were finite; raises as :meth:`end_pass` says."""
         self._steps_unchecked = 0
-        for flags in self._nonfinite.values():
-            layers = flags.flatten(1).any(1).tolist()
+        for nonfinite in self._nonfinite.values():
+            layers = nonfinite.flatten(1).any(1).tolist()
             if any(layers):
-                flags.zero_()
+                nonfinite.zero_()
                 self._refuse_scores(layers.index(True))
 
     def _refuse_scores(self, layer: int) -> NoReturn:

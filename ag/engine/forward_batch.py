@@ -37,7 +37,9 @@ class ForwardBatch:
         is_first_pass: whether nothing was cached before.
         evicting: ``[B]`` bool on the host, the sequences to evict from after these tokens; None means none.
         step: whether it is one token of each sequence after its prompt; its tensors lie at one address at each step.
-        memo: notes of a layer for a later moment of this pass, such as its gate's output.
+        notes: what one moment of this pass leaves for a later one: ("logits", layer) and ("gate", layer), a gate's
+            outputs; ("kv_readers", layer), the layers that still read its keys; "longest_rows", for positions by slot;
+            "expired", where a layer freed tokens.
     """
 
     token_indices: Tensor
@@ -52,7 +54,7 @@ class ForwardBatch:
     is_first_pass: bool
     evicting: Tensor | None = None
     step: bool = False
-    memo: dict[Any, Any] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def padded(self) -> bool:

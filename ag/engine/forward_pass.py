@@ -100,9 +100,8 @@ class ForwardPass(Interceptor):
                 "went; use ag.StepRunner(model, cache), which records steps, capture parts of the model without the "
                 "cache, or use torch.compile(model), which leaves it out."
             )
-        if state.pass_open:
-            state.check_pass_finished()
-        sequences, (batch, length) = state.sequences, tokens.shape[:2]
+        state.check_pass_finished()
+        sequences, (num_sequences, length) = state.sequences, tokens.shape[:2]
         is_first_pass, ready = not sequences.columns, sequences.ready
         device = tokens.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -112,12 +111,12 @@ class ForwardPass(Interceptor):
         state.compute_mode = compute_mode
         if not ready:
             self._check_prompt(tokens)
-        new = sequences.extend(attention_mask, batch, length, tokens.device)
+        new = sequences.extend(attention_mask, num_sequences, length, tokens.device)
         if setup.rope is not None:
             check_frequencies(setup.rope, sequences, new, type(decoder).__name__)
         if is_first_pass:
             for store in state.stores:
-                store.start_batch(batch)
+                store.start_batch(num_sequences)
         elif setup.pool.fixed:
             self._check_room(new)
         state.pass_open, self._length = True, length  # until the end of the last pass
@@ -292,7 +291,7 @@ class ForwardPass(Interceptor):
                 for layer in state.layers:
                     layer.observation_window.reset()
         sequences, span = state.sequences, 0 if gates is None else gates.config.window
-        if "expired" in batch.memo:
+        if "expired" in batch.notes:
             sequences.evicted_at = sequences.settled.maximum(sequences.evicted_at)
         if span and any(layer.gate_memory for layer in state.layers):  # which hold the newest tokens alone
             settled = sequences.settled.where(sequences.settled >= span, 0)

@@ -44,7 +44,7 @@ class KVStore:
         rotation: KeyRotation | None = None,
     ) -> None:
         self.rotation, self.heads, self.head_shape = rotation, heads, head_shape
-        self.pool, self.layers, self.kv_heads, self.gate_type = pool, len(heads), head_shape.number, gate
+        self.pool, self.num_layers, self.kv_heads, self.gate_type = pool, len(heads), head_shape.number, gate
         self.size = pool.sizes.index((head_shape.key, head_shape.value))
         #: Tokens of a block.
         self.block_size = pool.tokens[self.size]
@@ -55,7 +55,7 @@ class KVStore:
         self._begin(0)
 
     def _begin(self, batch: int) -> None:
-        shape = self.layers, batch, self.kv_heads
+        shape = self.num_layers, batch, self.kv_heads
         self.block_table = torch.zeros(*shape, 0, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv, W]
         self.lengths = torch.zeros(shape, dtype=torch.int32, device=self.pool.device)  # [L, B, Hkv]
         self.lengths_cpu = torch.zeros(shape, dtype=torch.long)  # [L, B, Hkv]
@@ -76,8 +76,8 @@ class KVStore:
         self.select(torch.zeros(0, dtype=torch.long))
         for name in ROWS:
             x = getattr(self, name)
-            setattr(self, name, x.new_zeros(self.layers, batch, *x.shape[2:]))
-        self.records = [{} for _ in range(self.layers)]
+            setattr(self, name, x.new_zeros(self.num_layers, batch, *x.shape[2:]))
+        self.records = [{} for _ in range(self.num_layers)]
         self._moved()
 
     def fork(self) -> KVStore:
@@ -142,7 +142,7 @@ class KVStore:
         free = torch.arange(count, device=blocks.device) >= self.lengths[layer][..., None]
         return token_indices.masked_fill_(free, -1)
 
-    def gates(self, layer: int, pool_index: Tensor) -> Tensor:
+    def gate_outputs(self, layer: int, pool_index: Tensor) -> Tensor:
         """Return the gate outputs of a layer's tokens at :meth:`pool_indices`."""
         gate = self.pages(layer).gate
         assert gate is not None
@@ -327,7 +327,7 @@ class KVStore:
         for name in dict.fromkeys(name for records in self.records for name in records):
             by_layer = {layer: records[name] for layer, records in enumerate(self.records) if name in records}
             first = next(iter(by_layer.values()))
-            stack = self._stacks[name] = first.new_zeros(self.layers, *first.shape)
+            stack = self._stacks[name] = first.new_zeros(self.num_layers, *first.shape)
             for layer, record in by_layer.items():
                 self.records[layer][name] = stack[layer].copy_(record)
 
@@ -393,7 +393,7 @@ class KVStore:
             x, y = getattr(self, name), getattr(other, name)
             setattr(self, name, torch.cat([x, y], 1))
             setattr(other, name, y[:, :0])
-        other.records = [{} for _ in range(self.layers)]
+        other.records = [{} for _ in range(self.num_layers)]
         self._moved()
         other._moved()
 

@@ -82,20 +82,20 @@ class Layer:
             memory.settle()
         if not in_decode and batch.ends_prompt:
             memory.reset()
-        batch.memo["logits", self.index] = logits
+        batch.notes["logits", self.index] = logits
 
     def forward(
-        self, call: AttentionCall, batch: ForwardBatch, stores: Sequence[KVStore], evictor: Evictor | None
+        self, call: AttentionCall, batch: ForwardBatch, layer_stores: Sequence[KVStore], evictor: Evictor | None
     ) -> Tensor:
         """Store the new tokens, attend and evict; return the attention output ``[B, H, T, Dv]``.
 
         Args:
             call: the layer's queries, and the keys and values of the new tokens.
             batch: the pass.
-            stores: the rows of each layer.
+            layer_stores: the rows of each layer.
             evictor: decides which tokens are evicted. None: this pass evicts nothing from this layer.
         """
-        store = stores[self.index]
+        store = layer_stores[self.index]
         self.window, self.can_expire = call.window, call.window is not None or self.visible_unflagged is not None
         self.chunk = call.chunk
         depends_on_cached = store.rotation is not None and store.rotation.depends_on_cached
@@ -107,10 +107,10 @@ class Layer:
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
         if self.num_kv_readers and not batch.is_first_pass:  # the last layer that reads this one's keys evicts
             key = "kv_readers", self.index
-            readers_left, placed, weights, evictor = batch.memo.get(
+            readers_left, placed, weights, evictor = batch.notes.get(
                 key, (self.num_kv_readers, placed, weights, evictor)
             )
-            batch.memo[key] = readers_left - 1, placed, weights, evictor
+            batch.notes[key] = readers_left - 1, placed, weights, evictor
             if readers_left:
                 return out.to(call.q.dtype)
         elif call.shared:
@@ -123,7 +123,7 @@ class Layer:
                 if last:
                     queries = self._add_past_queries(queries, batch, store, last)
                 if batch.evicting is not None or needs.every_query:
-                    self._score_and_evict(placed, batch, stores, evictor, queries, weights=weights)
+                    self._score_and_evict(placed, batch, layer_stores, evictor, queries, weights=weights)
         decided_later = evictor is not None and self.index in evictor.budgets.pending  # by slots as they are now
         if self.can_expire and not batch.step and not decided_later:  # else ForwardPass.end_pass does it
             self.free_expired_if_many(batch, store)
@@ -143,7 +143,7 @@ class Layer:
         placed = call if store.rotation is None else store.rotation.rotate_call(call, batch, store)
         if not (batch.step or call.shared):  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
-        gate, recent, pages = batch.memo.get(("gate", self.index)), self.visible_unflagged, store.pages(self.index)
+        gate, recent, pages = batch.notes.get(("gate", self.index)), self.visible_unflagged, store.pages(self.index)
         if self.gates is not None:
             gate = gate if call.shared else self._gate_output(batch)
             recent = None if self._dense(batch) else recent
@@ -151,7 +151,7 @@ class Layer:
             k, v = (x.to(store.pool.dtype) for x in (placed.k, placed.v))  # autocast
             kv_append(pages, k, v, batch.token_indices, gate)
             if self.num_kv_readers:
-                batch.memo["gate", self.index] = gate
+                batch.notes["gate", self.index] = gate
         if call.mask is not None and recent is not None:
             raise UserError("Tokens of an image see later ones: expected gates that read a prompt densely.")
         if batch.is_first_pass and recent is None:  # left-aligned: padding comes last, where no token sees it
@@ -174,7 +174,7 @@ class Layer:
 
     def _gate_output(self, batch: ForwardBatch) -> Tensor | None:
         """Return the gate output to store with the new tokens, ``[B, Hkv, T]``; None means that no gate ran."""
-        logits: Tensor | None = batch.memo.pop(("logits", self.index), None)
+        logits: Tensor | None = batch.notes.pop(("logits", self.index), None)
         if logits is None:
             return None
         assert self.gates is not None
@@ -201,7 +201,7 @@ class Layer:
         self,
         call: AttentionCall,
         batch: ForwardBatch,
-        stores: Sequence[KVStore],
+        layer_stores: Sequence[KVStore],
         evictor: Evictor,
         known_records: Records,
     ) -> None:
@@ -210,21 +210,21 @@ class Layer:
         Args:
             call: how the layer attends, without new tokens.
             batch: the pass.
-            stores: the rows of each layer.
+            layer_stores: the rows of each layer.
             evictor: decides which tokens are evicted.
             known_records: records of the layer's slots that the scorer reads beside its own.
         """
         queries = self.observation_window.queries
         assert queries is not None
         with self.watch.running(call.q.device):
-            self._score_and_evict(call, batch, stores, evictor, queries, known_records=known_records)
+            self._score_and_evict(call, batch, layer_stores, evictor, queries, known_records=known_records)
         self.observation_window.reset()
 
     def _score_and_evict(
         self,
         call: AttentionCall,
         batch: ForwardBatch,
-        stores: Sequence[KVStore],
+        layer_stores: Sequence[KVStore],
         evictor: Evictor,
         queries: Queries,
         *,
@@ -232,13 +232,13 @@ class Layer:
         known_records: Records | None = None,
     ) -> None:
         """Let the scorer note the pass, and evict from the sequences ``batch.evicting``, if there are some."""
-        store = stores[self.index]
+        store = layer_stores[self.index]
         reader = self._reader(call, batch, store, queries, weights)
         slots = reader.cached.shape[2]
         records = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # of no further free slots
         records |= known_records or {}
         if batch.evicting is not None:
-            return evictor.evict(reader, batch, stores, records)
+            return evictor.evict(reader, batch, layer_stores, records)
         needs = evictor.needs[batch.is_prefill]
         evictor.scorer.note(reader.inputs(needs, records, only_noted=True), records)
         store.put_records(self.index, records)
@@ -331,7 +331,7 @@ class Layer:
             store.compact({self.index: keep}, kept[None], spare)
             if uncached is not None:  # they go into other blocks now, which rows may share
                 store.make_room(slice(self.index, self.index + 1), uncached)
-            batch.memo["expired"] = True
+            batch.notes["expired"] = True
         self.max_length_after_freeing = int(kept.max())
 
     def visible(
@@ -352,7 +352,7 @@ class Layer:
         if self.chunk is not None:
             keep &= token_indices >= first // self.chunk * self.chunk
         if self.visible_unflagged is not None and flags:
-            keep &= (token_indices > first - self.visible_unflagged) | (store.gates(self.index, index) > 0)
+            keep &= (token_indices > first - self.visible_unflagged) | (store.gate_outputs(self.index, index) > 0)
         return keep
 
     # ---- sequences

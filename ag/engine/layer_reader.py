@@ -32,7 +32,7 @@ from ag.kernels.softmax import PLAIN, Softmax
 
 Result = TypeVar("Result")
 
-BLOCK = 64  # queries of a tile on a CPU
+TILE_QUERIES = 64  # queries of a tile on a CPU
 TILE = {"cpu": 2**20, "cuda": 2**27}  # elements of a tile that fits the caches, or that keeps a GPU busy
 
 
@@ -208,7 +208,7 @@ class LayerReader:
     @property
     def gate_logits(self) -> Tensor:
         """``[B, Hkv, N]`` float32, 0 on free slots."""
-        return self.cached.gates.masked_fill(~self.occupied, 0.0)
+        return self.cached.gate_outputs.masked_fill(~self.occupied, 0.0)
 
     @property
     def output_projection(self) -> Tensor:
@@ -323,7 +323,7 @@ class LayerReader:
         batch, kv_heads, num_slots = self.cached.shape
         device = self.rotated_queries.device.type
         tile = TILE.get(device, TILE["cuda"]) // (batch * self.group * max(num_slots, 1))
-        width = min(max(tile, 16), BLOCK if device == "cpu" else 2 * BLOCK)
+        width = min(max(tile, 16), TILE_QUERIES if device == "cpu" else 2 * TILE_QUERIES)
         heads, num_queries = max(1, min(kv_heads, tile // width)), self.rotated_queries.shape[2]
         starts = range(num_queries - self.num_new, num_queries, width)
         columns = [slice(start, min(start + width, num_queries)) for start in starts]

@@ -86,7 +86,7 @@ class KeyRotation:
     def after_eviction(self, store: Any, layer: int, old_order: Tensor | None) -> None:
         """Rotate a layer's keys to their positions among the tokens that were kept."""
 
-    def crop(self, stores: Sequence[Any], old_lengths: Tensor, new_lengths: Tensor) -> None:
+    def crop(self, layer_stores: Sequence[Any], old_lengths: Tensor, new_lengths: Tensor) -> None:
         """Rotate all keys to their positions after sequences ``[B]`` were cropped from old to new lengths."""
 
     def rotate_stored_keys(self, store: Any, layer: int, pool_index: Tensor, offset: Tensor) -> None:
@@ -116,7 +116,7 @@ class SlotPositions(KeyRotation):
         """Return the positions after the longest row of each sequence."""
         counted = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
         longest_rows = torch.stack([store.lengths_cpu.amax((0, 2)) for store in stores]).amax(0)
-        batch.memo["longest_rows"] = longest_rows - counted
+        batch.notes["longest_rows"] = longest_rows - counted
         columns = torch.arange(batch.token_indices.shape[1], device=batch.token_indices.device)
         ends = torch.stack([store.lengths.amax((0, 2)) for store in stores]).amax(0)
         return ends.long()[:, None] + columns
@@ -124,7 +124,7 @@ class SlotPositions(KeyRotation):
     def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Rotate new tokens from the positions that the model gave them to the ends of their rows."""
         counted = batch.counts if batch.step else torch.zeros_like(batch.counts)
-        offset = store.lengths_cpu[call.layer] - (counted + batch.memo["longest_rows"])[:, None]
+        offset = store.lengths_cpu[call.layer] - (counted + batch.notes["longest_rows"])[:, None]
         call = super().rotate_call(call, batch, store)
         return replace(call, q=self._rotate_rows(call.q, offset), k=self._rotate_rows(call.k, offset))
 
@@ -196,9 +196,9 @@ class InterpolatedPositions(KeyRotation):
         self._move_keys(store, call.layer, batch.num_tokens - batch.counts, batch.num_tokens)
         return super().rotate_call(call, batch, store)
 
-    def crop(self, stores: Sequence[Any], old_lengths: Tensor, new_lengths: Tensor) -> None:
+    def crop(self, layer_stores: Sequence[Any], old_lengths: Tensor, new_lengths: Tensor) -> None:
         """Rotate keys back, where a text ends in an earlier sixteenth again."""
-        for layer, store in enumerate(stores):
+        for layer, store in enumerate(layer_stores):
             self._move_keys(store, layer, old_lengths, new_lengths)
 
     def _move_keys(self, store: Any, layer: int, old_lengths: Tensor, new_lengths: Tensor) -> None:

@@ -143,7 +143,7 @@ class ReconstructionChunk(Interceptor):
             is_prefill=False,
             ends_prompt=False,
             is_first_pass=False,
-            memo={},
+            notes={},
         )
         position_ids = (first_position.to(device)[:, None] + columns.to(device)).where(valid.to(device), 0)
         self.state.setup.decoder(input_ids=ids.to(device), position_ids=position_ids, gating=self, use_cache=False)

@@ -190,10 +190,6 @@ class ScorerInputs:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in OLD_NAMES:
-                raise UndeclaredInputError(
-                    f"inputs.{name} is now called inputs.{OLD_NAMES[name]}, which Needs declare."
-                )
             if name not in DECLARABLE:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             raise UndeclaredInputError(
@@ -201,19 +197,6 @@ class ScorerInputs:
                 "if note reads it in passes that evict nothing."
             )
 
-
-#: Earlier names of inputs.
-OLD_NAMES = {
-    "k": "keys",
-    "v": "values",
-    "gate": "gate_logits",
-    "output": "output_projection",
-    "recorded": "records",
-    "rows": "attention_rows",
-    "total": "attention_sums",
-    "newest": "attention_sums",
-    "turn": "rotate",
-}
 
 #: Names of the inputs that :class:`Needs` declares.
 DECLARABLE = tuple(field.name for field in fields(ScorerInputs) if not field.init)

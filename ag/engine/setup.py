@@ -77,7 +77,7 @@ class CacheSetup:
             policy = policy.held_as(pool.kv_dtype)
         if gates is not None:
             policy = _fitted(model, gates, policy)
-        rope = instrument(model).rope
+        attachment = instrument(model)  # from now on the model's hooks call the cache's interceptor
         _check_needs(policy, decoder)
         turned = ROTATIONS.get(policy.positions)
         rotation = None if turned is None else turned(decoder)
@@ -102,7 +102,7 @@ class CacheSetup:
             heads=heads,
             budget_layers=budget_layers,
             rotation=rotation,
-            rope=rope,
+            rope=attachment.rope,
             chunk=chunk_size(config),
             goes_on=states_go_on(decoder),
             kv_reader_counts=kv_reader_counts,

@@ -44,7 +44,7 @@ class SharedStep(Interceptor):
         for row, interceptor in enumerate(self.interceptors):
             interceptor.begin(decoder, None, tokens[row : row + 1])
 
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield one pass, with the position of each cache's token."""
         for each in zip(*(interceptor.passes(None) for interceptor in self.interceptors), strict=True):
             self.text_lengths = torch.cat([interceptor.text_lengths for interceptor in self.interceptors])

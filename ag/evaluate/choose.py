@@ -27,11 +27,11 @@ from ag.evaluate.choice import SharesTest, Trial, least_loss, policies_allowed, 
 from ag.evaluate.comparison.cells import VERSIONS, list_cells
 from ag.evaluate.comparison.work import Worker
 from ag.evaluate.tasks import Outcome, Sample, Task
+from ag.training.memory_plan import GIB, USABLE
 
 NOTHING = 1  # exit code if nothing holds
 REQUEST = 4096  # tokens of a request that is counted on a card
-USABLE = 0.85  # part of a card for weights and caches, as in plans
-GIB, MIB = 1 << 30, 1 << 20
+MIB = 1 << 20
 
 
 @dataclass

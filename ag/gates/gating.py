@@ -253,16 +253,12 @@ class Observing(Gating):
 
     @torch.no_grad()
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend densely, and record the targets."""
+        """Attend densely, and record the targets of the keys if the layer has a gate."""
         out = super().attend(call)
-        self.record(call, out)
-        return out
-
-    def record(self, call: AttentionCall, out: Tensor) -> None:
-        """Record the targets of a layer from its attention, whose output is ``out`` ``[B, H, T, D]``."""
         if str(call.layer) in self.gates.layers:
             self.targets[call.layer] = self._key_targets(call)[..., : self._end]
             self.window = call.window
+        return out
 
     def _key_targets(self, call: AttentionCall) -> Tensor:
         """Return the target of each key ``[B, Hkv, T]``."""

@@ -86,11 +86,11 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
     if interceptor is None:
         return forward(*args, **kwargs)
     named = dict(with_cache_argument(type(decoder), named))
-    own = named.get("attention_mask")
-    if isinstance(own, dict):  # the masks of a model for images beside text
+    given_mask = named.get("attention_mask")
+    if isinstance(given_mask, dict):  # the masks of a model for images beside text
         named["attention_mask"] = interceptor.token_mask
     _check_pass(decoder, named)
-    interceptor.masks = looking_ahead(own) if isinstance(own, dict) else {}
+    interceptor.masks = looking_ahead(given_mask) if isinstance(given_mask, dict) else {}
     if interceptor.masks and (interceptor.seen_tokens or "gating" in named):
         refuse_masks(decoder)
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
@@ -205,10 +205,10 @@ def attention(
         )
     arranged, columns = ag_interceptor.arranged, ag_interceptor.columns
     scaling = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
-    own = ag_interceptor.masks.get(ag_site.kind)
-    if own is not None and columns is not None:
+    image_mask = ag_interceptor.masks.get(ag_site.kind)
+    if image_mask is not None and columns is not None:
         for dim in (2, 3):
-            own = taken(own.expand(len(columns), -1, -1, -1), columns.clamp_min(0), dim)
+            image_mask = taken(image_mask.expand(len(columns), -1, -1, -1), columns.clamp_min(0), dim)
     if arranged is not None:
         query, key, value = (arranged.aligned(x, 2) for x in (query, key, value))
     call = AttentionCall(
@@ -222,7 +222,7 @@ def attention(
         Softmax(kwargs.get("softcap"), kwargs.get("s_aux")),
         ag_site.chunk,
         ag_site.shared,
-        own,
+        image_mask,
     )
     if ag_interceptor.attended is not None:
         ag_interceptor.attended[ag_site.number] += 1

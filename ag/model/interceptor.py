@@ -113,17 +113,17 @@ class Interceptor(ABC):
         """
         return None
 
-    def passes(self, given: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+    def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield the columns and positions of each pass that the new tokens are read in; a pass ends as the next begins.
 
         Args:
-            given: ``position_ids`` ``[B or 1, T]`` of all new tokens as the caller gave them, or None.
+            position_ids: ``[B or 1, T]`` of all new tokens, as the caller gave them; None means that none were given.
 
         Yields:
             The columns ``[B, w]`` of the tokens, -1 where there is none; None means one pass of all new tokens as they
             came. Their positions ``[B, w]``; None means that the model counts them.
         """
-        yield None, given
+        yield None, position_ids
 
     def expect(self, valid: Tensor, tokens: Tensor | None = None) -> None:
         """Announce the whole text before generation: the part that was read, and the part that comes in passes.

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ag.callbacks import NonFiniteError, newest_valid
+from ag.callbacks import NonFiniteError
+from ag.callbacks.checkpoint_files import newest_valid
 from ag.callbacks.guards import FiniteGuard
 from tests.support import tiny_run
 from tests.support.refused import refuses

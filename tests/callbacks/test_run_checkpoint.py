@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ag.callbacks import AtomicCheckpointIO, newest_valid
 from ag.callbacks.checkpoint import RunCheckpoint
+from ag.callbacks.checkpoint_files import AtomicCheckpointIO, newest_valid
 from ag.callbacks.steps import Throughput
 from ag.config import CheckpointConfig
 from ag.files import read_metrics

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ag.callbacks import newest_valid
+from ag.callbacks.checkpoint_files import newest_valid
 from ag.callbacks.stop import SIGNALS
 from ag.files import read_metrics
 from tests.support.tiny_run import command, fit, weights

@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 from ag.engine.allocators.preference import Preference, water_fill
 from ag.engine.allocators.pyramid import pyramid
 from ag.engine.allocators.rounding import largest_remainder
-from ag.engine.allocators.uniform import Uniform
-from ag.engine.scorers.tova import Tova
-from ag.errors import UserError
 from tests.support.attention_by_hand import Scene
 from tests.support.bounds import hold
 from tests.support.candidates import Scripted, best, candidates_of, two_stages
-from tests.support.refused import refuses
 
 
 def rounded(shares, total):
@@ -219,17 +215,3 @@ def test_a_prompt_that_fits_leaves_every_layer_the_mean_of_all_heads():
     fitted.run()
     assert {layer: x.tolist() for layer, x in fitted.budgets.settled.items()} == {layer: [24] for layer in range(3)}
     assert not fitted.budgets.pending and not fitted.budgets.pending_by_first
-
-
-@pytest.mark.parametrize(
-    ("base", "old", "new"),
-    [
-        (Uniform, "wish", "layer_preference"),
-        (Uniform, "keep_later", "keep_in_decode"),
-        (Tova, "alike", "same_for_all_heads"),
-        (Tova, "rereader", "reconstruction_scorer"),
-    ],
-)
-def test_a_part_with_an_earlier_name_of_a_member_is_refused(base, old, new):
-    with refuses(UserError, f"Mine.{old}", f"called {new}"):
-        type("Mine", (base,), {old: lambda *_: None})

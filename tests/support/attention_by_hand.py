@@ -132,7 +132,7 @@ class Scene:
             keys=k,
             values=v,
             token_indices=token_indices,
-            gates=gate,
+            gate_outputs=gate,
             shape=token_indices.shape,
             in_order=not self._ragged,
             same_for_all_heads=False,

@@ -93,7 +93,7 @@ def arrived(layer: Layer, new: list[list[int]], batch: Any, store: KVStore) -> A
     dense = batch.is_prefill and layer.gates is not None and layer.gates.config.prefill == "dense"
     if layer.visible_unflagged is None or dense:
         return Arrival(new, held, [[set() for _ in heads] for heads in held], None)
-    flags = store.gates(layer.index, index) & (token_indices >= 0)
+    flags = store.gate_outputs(layer.index, index) & (token_indices >= 0)
     open_ = [[{*token_indices[b, h][flags[b, h]].tolist()} for h in range(len(held[b]))] for b in range(len(held))]
     return Arrival(new, held, open_, layer.visible_unflagged)
 

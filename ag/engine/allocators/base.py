@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ag import retention
 from ag.engine.scorer_inputs import Needs, ScorerInputs
-from ag.errors import refuse_old_names
 from ag.stateful import Attributes
 
 
@@ -179,14 +178,8 @@ class Allocator(ABC):
 
     #: Whether the heads of a layer compete with each other, also while decoding.
     compares_heads: ClassVar[bool] = False
-    #: Earlier names of members, which a subclass must not define.
-    RENAMED: ClassVar[Mapping[str, str]] = {"wish": "layer_preference", "keep_later": "keep_in_decode"}
     #: Options beside the fields, which :meth:`completed` turns into fields.
     shorthands: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        refuse_old_names(cls, cls.RENAMED)
 
     @classmethod
     def completed(cls, options: Mapping[str, Any], budget: int | float | None, window: int | None) -> dict[str, Any]:

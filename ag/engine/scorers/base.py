@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ag import retention
 from ag.engine.records import Records
 from ag.engine.scorer_inputs import Needs, ScorerInputs
-from ag.errors import refuse_old_names, require
+from ag.errors import require
 
 #: Metadata of a field that is no option of a policy.
 DERIVED = MappingProxyType({"option": False})
@@ -34,8 +34,6 @@ class Scorer(ABC):
     sinks: int = 0
     recent: int = 0
 
-    #: Earlier names of members, which a subclass must not define.
-    RENAMED: ClassVar[Mapping[str, str]] = {"alike": "same_for_all_heads", "rereader": "reconstruction_scorer"}
     #: The reason why no wrapper may act on this scorer. Empty: any wrapper may.
     alone: ClassVar[str] = ""
     #: The allocator that goes with this scorer if the policy names none.
@@ -43,10 +41,6 @@ class Scorer(ABC):
     #: Whether gates give the score: the gates of a folder that the policy names, else the gates attached to the model.
     #: Without a budget, wrapper and allocator their flags decide.
     reads_gates: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        refuse_old_names(cls, cls.RENAMED)
 
     def __post_init__(self) -> None:
         require(self, "sinks", self.sinks >= 0, "0 or more")

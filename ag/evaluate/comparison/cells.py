@@ -16,9 +16,8 @@ import torch
 
 from ag.commands.compare import CompareConfig, Plan, name_with_kv_dtype
 from ag.commands.shared import KVDtype
-from ag.config.keys import nearest
 from ag.engine import Policy, policy
-from ag.errors import UserError
+from ag.errors import UserError, nearest
 from ag.evaluate import tasks
 from ag.evaluate.comparison.folder import FinishedCell, Summary, tag_values
 from ag.evaluate.comparison.statistics import mean_and_error

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+from ag.commands.report import ROWS as ROWS
 from ag.errors import UserError
 from ag.evaluate.inside import KeptTokens
 from ag.evaluate.tasks import Outcome
@@ -30,7 +31,6 @@ from ag.files import locked, replacing
 
 log = logging.getLogger(__name__)
 
-ROWS = "results.jsonl"
 SKIPPED = "%s: line %d is skipped, and its cell runs again unless a later line has it: %s"
 T = TypeVar("T")
 

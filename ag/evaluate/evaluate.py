@@ -33,8 +33,8 @@ def run(invocation: Invocation[EvaluateConfig]) -> int:
     if values:
         console.print(table(comparison, names, values))
         console.print(f"{comparison.folder / 'report.html'}", soft_wrap=True)
-    if preset.trained is not None and "wandb" in preset.trained.logger:
-        log(comparison, Path(str(invocation.config.run)), preset.trained.recipe, preset.trained.wandb)
+    if preset.run_config is not None and "wandb" in preset.run_config.logger:
+        log(comparison, Path(str(invocation.config.run)), preset.run_config.recipe, preset.run_config.wandb)
     for row in comparison.failed:
         print(f"ag.evaluate: error: {names[row.key]}: {row.problem}", file=sys.stderr)
     return 2 if comparison.failed else 0
