@@ -369,7 +369,8 @@ def build_trainer(
         parts = callbacks.build(config.trainer, config.checkpoint, run_dir, stop_signal)
         if config.resume is not None:  # keys that have changed are those of the next resume too
             write = partial(write_config, run_dir, replace(config, resume=None))
-            parts.append(LambdaCallback(on_train_start=lambda *_: write()))
+            # callbacks come before the module, and a run that is refused writes nothing
+            parts.append(LambdaCallback(on_train_start=lambda _, module: (module.check_length(), write())))
     try:
         return L.Trainer(
             accelerator="cuda" if options.accelerator != "cpu" and CUDAAccelerator.is_available() else "cpu",

@@ -88,10 +88,9 @@ class GateConfig:
         if self.window and self.scope == "prompt":
             reason = "that gate sees the whole prompt; use gate.scope=causal, or gate.window=0."
             refuse(self, "window scope", reason, "gate.")
-        for name, absent in (("window", "0"), ("shortcut", "false")):
-            if getattr(self, name) and self.kind in TOKEN_KINDS:
-                reason = f"that gate looks at one token by itself; use gate.{name}={absent}, or gate.kind=attention."
-                refuse(self, f"{name} kind", reason, "gate.")
+        if self.window and self.kind in TOKEN_KINDS:
+            reason = "that gate looks at one token by itself; use gate.window=0, or gate.kind=attention."
+            refuse(self, "window kind", reason, "gate.")
         if self.first_layer < self.layer_offset:
             refuse(
                 self, "first_layer layer_offset", "the first layer has none before it; use gate.first_layer=1.", "gate."

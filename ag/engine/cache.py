@@ -331,8 +331,9 @@ class EvictionCache(Cache):
             self.batch_select_indices(torch.arange(len(self.state.sequences)).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Make the sequences those at ``beam_idx``."""
+        """Make the sequences those at ``beam_idx``, between two steps of a beam search."""
         self.batch_select_indices(beam_idx)
+        self.state.sequences.ids.reordered = True
 
     def remove(self, sequences: Sequence[int]) -> None:
         """Forget the sequences at some places in the batch, whose blocks are free then; later sequences move up.

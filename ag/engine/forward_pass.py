@@ -232,12 +232,7 @@ class ForwardPass(Interceptor):
         """
         batch, state, setup = self.batch, self.state, self.setup
         assert batch is not None
-        try:
-            self._check_tensors(call)
-        except UserError:
-            if state.sequences.columns == self._length:  # the text can be read again
-                self.reset()
-            raise
+        self._check_tensors(call)
         evictor = state.evictor if call.layer in setup.budget_layers else None
         if not (batch.is_prefill or setup.policy.steps is not None):
             evictor = None
@@ -257,15 +252,15 @@ class ForwardPass(Interceptor):
         """Refuse gradients, and types that the pool does not hold."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
             raise UserError(
-                "EvictionCache: gradients do not go through a cache; run the model under torch.no_grad(), or train "
-                "without past_key_values."
+                "EvictionCache: gradients do not go through a cache; call cache.reset() and run the model under "
+                "torch.no_grad(), or train without past_key_values."
             )
         held_type, computed_type = self.setup.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
         if torch.promote_types(held_type, computed_type) != held_type:
             raise UserError(
                 f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which "
-                f"{held_type}, the type of its weights, does not hold: use it without torch.autocast, or load it in "
-                "that type."
+                f"{held_type}, the type of its weights, does not hold: call cache.reset() and use it without "
+                "torch.autocast, or load it in that type."
             )
 
     # ---- end

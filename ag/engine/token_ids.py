@@ -17,7 +17,7 @@ class TokenIds:
         self.ids: Tensor | None = None
         #: Ids of the coming text, ``[B, T]``; None means that none was announced, or that its ids are not known.
         self.announced: Tensor | None = None
-        #: Whether the sequences are those of another order than the text's rows, as after beams.
+        #: Whether a search has put the sequences into the order of its beams.
         self.reordered = False
 
     def announce(self, tokens: Tensor | None, num_seen: int) -> None:
@@ -26,11 +26,10 @@ class TokenIds:
         A text that does not begin with the text that was read is refused, and any text after beams: which of its rows
         belongs to which sequence is not known.
         """
-        if tokens is not None and num_seen and self.reordered:
+        if num_seen and self.reordered:
             raise UserError(
-                "The sequences of this cache are in the order of beams, or were selected among several answers to a "
-                "prompt, and the rows of the given text may be in another: call cache.reset(), which reads the text "
-                "again."
+                "The sequences of this cache are in the order of beams, and the rows of a text may be in another: call "
+                "cache.reset() and give the whole text."
             )
         if tokens is not None and num_seen and self.ids is not None and len(self.ids) == len(tokens):
             old_ids = self.ids[:, :num_seen].to(tokens.device)
@@ -67,8 +66,6 @@ class TokenIds:
         return int(differs.long().argmax()) if bool(differs.any()) else max_common
 
     def select(self, indices: Tensor, batch: int) -> None:
-        """Make the sequences those at ``indices`` of ``batch``; beams are more than the text has rows."""
-        if self.ids is None:
-            return
-        self.reordered = len(self.ids) != batch
-        self.ids = None if self.reordered else self.ids[indices.to(self.ids.device)]
+        """Make the sequences those at ``indices`` of ``batch``; several answers are more than the text has rows."""
+        if self.ids is not None:
+            self.ids = self.ids[indices.to(self.ids.device)] if len(self.ids) == batch else None

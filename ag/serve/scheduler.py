@@ -537,7 +537,7 @@ class Scheduler:
             batch.cache.crop(num_rejected)
         except PoolFullError as error:  # for copies of blocks that other completions share
             self._remove(finished)
-            return self._preempt(batch, error) if batch.running else None
+            return self._preempt(batch, error, freed=bool(finished)) if batch.running else None
         self._remove(finished)
 
     def _step(self, batch: _Batch, next_token_ids: list[Tensor]) -> list[Tensor]:
@@ -607,10 +607,11 @@ class Scheduler:
 
     # ---- preemption
 
-    def _preempt(self, batch: _Batch, error: PoolFullError) -> None:
+    def _preempt(self, batch: _Batch, error: PoolFullError, freed: bool = False) -> None:
         """Free the blocks of the newest completion and queue it first. Its tokens are read again later.
 
-        A step that failed halfway leaves the whole cache invalid: then all completions of the batch are preempted.
+        A step that failed halfway leaves the whole cache invalid: then all completions of the batch are preempted. A
+        completion that has the pool to itself ends, unless another one has just ``freed`` its blocks.
         """
         oldest_first = sorted(self._running, key=lambda completion: completion.submitted_at)
         newest, job = oldest_first[-1], self._prefill_job
@@ -620,7 +621,11 @@ class Scheduler:
                 return
         broken = batch.cache.state.pass_open
         preempted = [completion for completion in oldest_first if completion.batch is batch] if broken else [newest]
-        is_alone = len(oldest_first) == 1 and job is None
+        is_alone = len(oldest_first) == 1 and job is None and not freed
+        try:
+            batch.cache.state.check_scores()
+        except NonFiniteScoreError as nonfinite:  # one of the preempted completions may have them
+            return self._fail(batch.running, batch.cache, nonfinite)
         self._remove(preempted)
         if is_alone:
             unlimited = newest.request.reserved is not None

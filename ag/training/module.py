@@ -75,15 +75,20 @@ class GatedLM(L.LightningModule):
         torch.manual_seed(int(np.random.SeedSequence(seed_parts).generate_state(1)[0]))
 
     def on_train_start(self) -> None:
-        """Refuse schedules that are longer than the epochs, and set the learning rates of the first step.
-
-        The rates of a checkpoint fit the run's length when it was saved.
-        """
-        if self.trainer.max_steps < 0:
-            check_steps(self.config, self.trainer.estimated_stepping_batches, "trainer.max_epochs")
+        """Set the learning rates of the first step: the checkpoint's rates fit the run's length when it was saved."""
+        self.check_length()
+        if self.global_step <= self.config.warmup.regress_steps:
+            for optimizer in self.trainer.optimizers:
+                for parameter in self.trainable()["lora"]:  # loading under FSDP2 makes a state where there was none
+                    optimizer.state.pop(parameter, None)
         for schedule in self.trainer.lr_scheduler_configs:
             for group in schedule.scheduler.optimizer.param_groups:
                 group["lr"] = self.learning_rate(group["name"], schedule.scheduler.last_epoch)
+
+    def check_length(self) -> None:
+        """Refuse schedules that are longer than the epochs."""
+        if self.trainer.max_steps < 0:
+            check_steps(self.config, self.trainer.estimated_stepping_batches, "trainer.max_epochs")
 
     def _set_biases(self) -> None:
         """Set the biases of heads by their costs, if the recipe says so."""

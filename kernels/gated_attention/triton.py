@@ -185,7 +185,7 @@ def _pay(q, d_out, q_stride, d_out_stride, lse, delta, keys, values, dk, dv, dm,
         free = rows - columns >= recent
         if dense is not None:
             free &= rows >= dense
-        # e^(s - lse) of an evicted key is set to 1: for an evicted attention sink it would be astronomical
+        # e^(s - lse) of an evicted key is at most 1: for an evicted attention sink it would be astronomical
         exponent = tl.where(free & (weight == 0.0)[:, None], tl.minimum(exponent, 0.0), exponent)
     p = tl.where(visible, tl.exp2(exponent), 0.0)
     if not ONLY:

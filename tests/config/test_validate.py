@@ -28,7 +28,6 @@ loss.objective=kl loss.share_high=0.7; loss.replay=true train=gates+lora -> trai
 train=gates {REPLAY}; warmup.rounds=1 gate.kind=attention -> gate.kind=mlp
 train=gates {REPLAY} warmup.regress_steps=5 trainer.max_steps=10; loss.replay=true warmup.target=attention
 gate.window=3 gate.kind=mlp -> gate.kind=attention
-gate.shortcut=true gate.kind=mlp -> gate.kind=attention
 gate.layer_offset=1 -> gate.first_layer=0 gate.first_layer=1
 """
 NEIGHBOURS = f"""

@@ -129,5 +129,20 @@ def test_a_text_after_beams_is_read_anew(tiny_llama):
     turns = torch.cat([answers, row(4).expand(3, -1)], 1)
     with refuses(UserError, "order of beams", "cache.reset()"):
         generate(model, turns, cache)
+    with refuses(UserError, "order of beams", "cache.reset()"):  # new tokens alone, with the mask of the whole text
+        mask = torch.ones(3, cache.seen_tokens + 4)
+        model.generate(turns[:, -4:], attention_mask=mask, past_key_values=cache, max_new_tokens=NEW)
     assert cache.rewind(turns) == 0
     assert torch.equal(generate(model, turns, cache), generate(model, turns, None))
+
+
+@torch.no_grad()
+def test_one_of_several_answers_goes_on(tiny_llama):
+    model, prompt = tiny_llama(), row(12)[None]
+    cache = ag.EvictionCache(model, "full")
+    torch.manual_seed(0)
+    arguments = {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 3}
+    answers = model.generate(prompt, past_key_values=cache, **arguments)
+    cache.remove([0, 2])
+    turn = torch.cat([answers[1:2], row(4)[None]], 1)
+    assert torch.equal(generate(model, turn, cache), generate(model, turn, None))

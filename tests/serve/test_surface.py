@@ -235,9 +235,10 @@ def test_the_name_for_clients_is_the_base_models(tiny, export, monkeypatch):
     assert load_service(ServeConfig(gates=str(export / "named"), memory="4MiB")).name == "base"
 
 
-def test_a_server_whose_scheduler_fails_ends_with_an_error(export, monkeypatch, capfd):
+def test_a_server_whose_scheduler_fails_ends_with_an_error(export, monkeypatch, caplog):
     """So that a supervisor starts it again."""
+    monkeypatch.setattr("ag.serve.server._set_up_log", lambda: None)
     monkeypatch.setattr(Scheduler, "run", lambda scheduler: scheduler.__dict__.update(failed=True) or 1 / 0)
     config = parse([f"model={export}", "policy=full", "memory=4MiB", "port=0"], ServeConfig, "ag.serve")
     assert run(config) == 1
-    assert "the scheduler failed: ZeroDivisionError" in capfd.readouterr().err
+    assert "the scheduler failed: ZeroDivisionError" in caplog.text
