@@ -111,9 +111,9 @@ def fit(
         L.seed_everything(config.seed, workers=True, verbose=False)
         base, tokenizer = load_base(config)
         context = base.config.get_text_config().max_position_embeddings
-        batches = data.build(config.data, config.seed, tokenizer, context)
+        datamodule = data.build(config.data, config.seed, tokenizer, context)
         if isinstance(config.loss, ReplayConfig):
-            replay.check_rows(batches.train_rows)
+            replay.check_rows(datamodule.train_rows)
         module = make_module(config, base)
         run_dir = None if dry_run else existing or run_folder(config)
         if run_dir is not None and existing is None:
@@ -124,10 +124,10 @@ def fit(
             checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later epoch
         trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
         if trainer.is_global_zero:
-            print_start(batches, checkpoint)
-        train(trainer, module, batches, checkpoint, run_dir)
+            print_start(datamodule, checkpoint)
+        train(trainer, module, datamodule, checkpoint, run_dir)
         if run_dir is not None:
-            finish(trainer, module, batches, run_dir, base, tokenizer)
+            finish(trainer, module, datamodule, run_dir, base, tokenizer)
         elif trainer.is_global_zero:
             print(f"memory at its peak: {peak_memory()}")
             print("ready: one training and one validation batch ran, and nothing was written")
@@ -194,9 +194,9 @@ def make_module(config: Config, base: PreTrainedModel) -> GatedLM:
     return module.train()  # Lightning does not change the mode, and activation checkpointing needs training mode
 
 
-def print_start(batches: DataModule, checkpoint: Path | None) -> None:
+def print_start(datamodule: DataModule, checkpoint: Path | None) -> None:
     """Print the rows that a run reads, warnings about them, and the checkpoint that it continues."""
-    lines, warned = batches.splits.report()
+    lines, warned = datamodule.splits.report()
     print("\n".join(lines), flush=True)
     for line in warned:
         print(f"ag.fit: warning: {line}", file=sys.stderr)
@@ -205,13 +205,13 @@ def print_start(batches: DataModule, checkpoint: Path | None) -> None:
 
 
 def train(
-    trainer: L.Trainer, module: GatedLM, batches: DataModule, checkpoint: Path | None, run_dir: Path | None
+    trainer: L.Trainer, module: GatedLM, datamodule: DataModule, checkpoint: Path | None, run_dir: Path | None
 ) -> None:
     """Train. An error of Lightning's settings becomes a ``UserError``, and Ctrl-C says how to continue."""
     if run_dir is not None:
         os.environ["AG_RUN"] = run_dir.name  # the ranks that Lightning starts inherit it
     try:
-        trainer.fit(module, batches, ckpt_path=checkpoint, weights_only=True)
+        trainer.fit(module, datamodule, ckpt_path=checkpoint, weights_only=True)
     except MisconfigurationException as error:
         raise UserError(str(error)) from error
     except SystemExit as leave:
@@ -221,13 +221,13 @@ def train(
 
 
 def finish(
-    trainer: L.Trainer, module: GatedLM, batches: DataModule, run_dir: Path, base: PreTrainedModel,
+    trainer: L.Trainer, module: GatedLM, datamodule: DataModule, run_dir: Path, base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:  # fmt: skip
     """Validate, unless the last step was validated, and write the export of the last or the best checkpoint."""
     config = module.config
     if module.validated.get("step") != trainer.global_step:
-        trainer.validate(module, batches, verbose=False)
+        trainer.validate(module, datamodule, verbose=False)
     gather(module)
     if config.checkpoint.patience and (run_dir / "checkpoints" / "best.ckpt").exists():
         load_best(module, run_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,18 @@ from ag.gates.attach import same_gates
 from ag.model.hybrid import States
 from ag.model.support import check_one_position_per_token
 
-#: The types of weights and of autocast (None means off) of a pass, and whether it is under inference mode.
-ComputeMode = tuple[torch.dtype, torch.dtype | None, bool]
+
+class ComputeMode(NamedTuple):
+    """How a pass was computed."""
+
+    weights: torch.dtype
+    autocast: torch.dtype | None  # None: off
+    inference: bool  # under torch.inference_mode()
+
+    @property
+    def types(self) -> tuple[torch.dtype, torch.dtype | None]:
+        """The types of weights and of autocast."""
+        return self.weights, self.autocast
 
 
 class CacheState:
@@ -112,7 +123,7 @@ class CacheState:
     def note_mode(self) -> None:
         """Note that tensors change under inference mode, and can be changed there alone from now on."""
         if self.compute_mode is not None and torch.is_inference_mode_enabled():
-            self.compute_mode = (*self.compute_mode[:2], True)
+            self.compute_mode = self.compute_mode._replace(inference=True)
 
     # ---- other sequences, and fewer tokens
 
@@ -183,7 +194,7 @@ class CacheState:
         self.check_scores()
         other.check_scores()
         modes = [state.compute_mode for state in (self, other) if state.compute_mode is not None]
-        self.compute_mode = max(modes, key=lambda mode: mode[2], default=None)  # in inference mode if one of them is
+        self.compute_mode = max(modes, key=lambda mode: mode.inference, default=None)
         self.note_mode()
         num_sequences = len(self.sequences)
         self.sequences.add(other.sequences)
@@ -205,7 +216,7 @@ class CacheState:
             ("policy", setup.policy == added.policy),
             ("gates", same_gates(setup.gates, added.gates)),
             ("pool", setup.pool is added.pool),
-            ("data types", len({mode[:2] for mode in modes if mode is not None}) < 2),
+            ("data types", len({mode.types for mode in modes if mode is not None}) < 2),
         )
         for property_name, fits in same:
             if not fits:

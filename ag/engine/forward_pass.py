@@ -105,7 +105,7 @@ class ForwardPass(Interceptor):
         is_first_pass, ready = not sequences.columns, sequences.ready
         device = tokens.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        compute_mode = next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled()
+        compute_mode = ComputeMode(next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled())
         if not is_first_pass and state.compute_mode is not None and state.compute_mode != compute_mode:
             _check_compute_mode(state.compute_mode, compute_mode)
         state.compute_mode = compute_mode
@@ -296,13 +296,13 @@ class ForwardPass(Interceptor):
 
 def _check_compute_mode(old_mode: ComputeMode, new_mode: ComputeMode) -> None:
     """Refuse a pass whose types or inference mode differ from the passes that computed the held tokens."""
-    if old_mode[:2] != new_mode[:2]:
-        texts = [f"{weights}, autocast {autocast or 'off'}" for weights, autocast, _ in (old_mode, new_mode)]
+    if old_mode.types != new_mode.types:
+        texts = [f"{mode.weights}, autocast {mode.autocast or 'off'}" for mode in (old_mode, new_mode)]
         raise UserError(
             f"EvictionCache: what is held was computed in {texts[0]}, and the model now computes in {texts[1]}: go "
             "on as before, or call cache.reset() and read the text again."
         )
-    if old_mode[2]:
+    if old_mode.inference:
         raise UserError(
             "EvictionCache: a context was read, copied or cropped under torch.inference_mode(), whose tensors "
             "cannot be changed outside of it: go on under torch.inference_mode(), or use torch.no_grad()."

@@ -46,7 +46,7 @@ class Layer:
     """
 
     def __init__(
-        self, policy: Policy, decoder: Any, index: int, gates: AttentionGates | None, num_kv_readers: int = 0
+        self, policy: Policy, decoder: Any, index: int, gates: AttentionGates | None, num_kv_readers: int
     ) -> None:
         self.num_kv_readers = num_kv_readers
         self.index, self.policy, self.decoder, self.gates = index, policy, decoder, gates

@@ -29,7 +29,7 @@ from ag.evaluate.comparison.work import Worker
 from ag.evaluate.tasks import Outcome, Sample, Task
 from ag.training.memory_plan import GIB, USABLE
 
-NOTHING = 1  # exit code if nothing holds
+NOTHING_HOLDS = 1  # exit code
 REQUEST = 4096  # tokens of a request that is counted on a card
 MIB = 1 << 20
 
@@ -85,7 +85,7 @@ def run(invocation: Invocation[ChooseConfig]) -> int:
     chosen = decision.chosen
     if chosen is None:
         console.print(f"nothing holds: no share of {', '.join(config.policies)} costs less than {config.loss:g}.")
-        return NOTHING
+        return NOTHING_HOLDS
     console.print(f"{chosen.label} at {chosen.trial.share:g}; {config.output}: take it by choice={config.output}")
     return 0
 

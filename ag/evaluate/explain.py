@@ -19,7 +19,7 @@ from ag.config.sections import base_model
 from ag.engine import EvictionCache, Policy, policy
 from ag.errors import UserError
 from ag.evaluate import tasks
-from ag.evaluate.inside import KeptTokens, RecordedPass, attention_map, gate_map, output_errors, record
+from ag.evaluate.inside import KeptTokens, RecordedPass, attention_map, gate_map, output_errors, record_kept_tokens
 from ag.evaluate.tasks import Sample
 from ag.files import file_names
 from ag.gates import export
@@ -60,7 +60,7 @@ def explain(config: ExplainConfig) -> Iterator[tuple[str, Figure]]:
         model = export.load_adapter(model, config.gates)  # type: ignore[assignment]
     prompts = [Sample(text.id, text.prompt[: config.tokens - config.continuation]) for text in texts]
     policies = [planned.with_tokenizer(tokenizer) for planned in plan.values()]
-    views = dict(zip(plan, record(model, tokenizer, policies, prompts, config.tokens), strict=True))
+    views = dict(zip(plan, record_kept_tokens(model, tokenizer, policies, prompts, config.tokens), strict=True))
     if "keep" in config.pictures:
         for file, policy_views in zip(file_names(views), views.values(), strict=True):
             for number, view in enumerate(policy_views):

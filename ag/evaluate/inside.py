@@ -46,7 +46,7 @@ class KeptTokens:
         return cls(values["sample"], values["pieces"], kept.astype(bool))
 
 
-def record(
+def record_kept_tokens(
     model: nn.Module, tokenizer: Tokenizer, policies: Sequence[Policy], samples: Sequence[Sample], max_tokens: int
 ) -> list[list[KeptTokens]]:
     """Run each policy on the first tokens of some prompts. Returns for each policy a view of each sample."""

@@ -30,7 +30,7 @@ from ag.model.base import checksums
 from ag.versions import versions
 
 VERSIONS = versions("ag", "torch", "transformers")
-NOTHING = Loaded([])
+NO_SAMPLES = Loaded([])
 HUB = "the Hugging Face hub"
 
 
@@ -68,7 +68,7 @@ class Cell:
         self,
         config: CompareConfig,
         command: str,
-        loaded: Loaded = NOTHING,
+        loaded: Loaded = NO_SAMPLES,
         prefill: str = "",
         problem: str | None = None,
         outcomes: Sequence[Outcome] = (),

@@ -22,9 +22,9 @@ from ag import cluster
 from ag.commands.compare import CompareConfig
 from ag.engine.setup import CacheSetup
 from ag.errors import UserError
-from ag.evaluate.comparison.cells import NOTHING, Cell
+from ag.evaluate.comparison.cells import NO_SAMPLES, Cell
 from ag.evaluate.comparison.folder import FinishedCell, Folder, common_samples
-from ag.evaluate.inside import KeptTokens, record
+from ag.evaluate.inside import KeptTokens, record_kept_tokens
 from ag.evaluate.tasks import Outcome, Task
 from ag.gates import export
 from ag.model import base as models
@@ -153,7 +153,7 @@ class Worker:
         context = int(base.config.get_text_config().max_position_embeddings)
         self.max_tokens = min(context, config.max_tokens or context)
         self.task: Task | None = None
-        self.loaded = NOTHING
+        self.loaded = NO_SAMPLES
         self.content_hashes: dict[str, str] = {}
 
     def run(
@@ -166,7 +166,7 @@ class Worker:
         """
         try:
             if cells[0].task != self.task:
-                self.task, self.loaded = None, NOTHING
+                self.task, self.loaded = None, NO_SAMPLES
                 self.loaded = cells[0].task.load(self.tokenizer, self.config.samples, self.max_tokens)
                 self.content_hashes = {sample.id: sample.content_hash for sample in self.loaded.samples}
                 self.task = cells[0].task
@@ -221,7 +221,7 @@ class Worker:
             for index, outcome in cells[0].task.run(self.model, self.tokenizer, batch_policies, samples[first:end]):
                 self._add(touched[behind[index]], outcome, run_outcomes[behind[index]])
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
-        views = record(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
+        views = record_kept_tokens(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
         results = zip(touched, run_outcomes, views, strict=True)
         finished = [self._finish(cell, None, outcomes, cell_views) for cell, outcomes, cell_views in results]
         return finished + [self._finish(cell, cell.refusal()) for cell in refused]
