@@ -100,7 +100,8 @@ class ForwardPass(Interceptor):
                 "went; use ag.StepRunner(model, cache), which records steps, capture parts of the model without the "
                 "cache, or use torch.compile(model), which leaves it out."
             )
-        state.check_pass_finished()
+        if state.pass_open:  # else a step calls one function less
+            state.check_pass_finished()
         sequences, (num_sequences, length) = state.sequences, tokens.shape[:2]
         is_first_pass, ready = not sequences.columns, sequences.ready
         device = tokens.device.type
@@ -232,7 +233,18 @@ class ForwardPass(Interceptor):
         """
         batch, state, setup = self.batch, self.state, self.setup
         assert batch is not None
-        self._check_tensors(call)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
+            raise UserError(
+                "EvictionCache: gradients do not go through a cache; call cache.reset() and run the model under "
+                "torch.no_grad(), or train without past_key_values."
+            )
+        held_type, computed_type = setup.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
+        if torch.promote_types(held_type, computed_type) != held_type:
+            raise UserError(
+                f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which "
+                f"{held_type}, the type of its weights, does not hold: call cache.reset() and use it without "
+                "torch.autocast, or load it in that type."
+            )
         evictor = state.evictor if call.layer in setup.budget_layers else None
         if not (batch.is_prefill or setup.policy.steps is not None):
             evictor = None
@@ -247,21 +259,6 @@ class ForwardPass(Interceptor):
                 self.reset()
                 raise setup.pool.full(f"a prompt of {tokens} tokens needs more than", needed) from None
             raise
-
-    def _check_tensors(self, call: AttentionCall) -> None:
-        """Refuse gradients, and types that the pool does not hold."""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v)):
-            raise UserError(
-                "EvictionCache: gradients do not go through a cache; call cache.reset() and run the model under "
-                "torch.no_grad(), or train without past_key_values."
-            )
-        held_type, computed_type = self.setup.pool.dtype, torch.promote_types(call.k.dtype, call.v.dtype)
-        if torch.promote_types(held_type, computed_type) != held_type:
-            raise UserError(
-                f"EvictionCache: the model computed keys of {call.k.dtype} and values of {call.v.dtype}, which "
-                f"{held_type}, the type of its weights, does not hold: call cache.reset() and use it without "
-                "torch.autocast, or load it in that type."
-            )
 
     # ---- end
 

@@ -15,8 +15,8 @@ def gated_attention(
     """Compute :func:`ag.kernels.gated_attention.gated_attention` by autograd over whole matrices.
 
     The gradients of q, k and v come from autograd. The gradient of the flags is computed by its formula, because a
-    factor is limited to 1 for evicted tokens: ``dL/dm_t = sum_j e^{s_jt - lse_j} (dO_j . v_t - dO_j . o_j)`` over the pairs
-    that are not protected.
+    factor is at most 1 for evicted tokens: ``dL/dm_t = sum_j e^{s_jt - lse_j} (dO_j . v_t - dO_j . o_j)`` over the
+    pairs that are not protected.
     """
     group, everything = q.shape[1] // k.shape[1], slice(0, q.shape[2])
     visible, protected = masks.pairs(everything, everything, masks.sink(k))
