@@ -62,6 +62,15 @@ def load(gates: str, model: str | None = None, *, dtype: WeightType = "float32",
     return Loaded(*load_model(gates, model, dtype, device), gates)
 
 
+def named_base(gates: str | None, name: str | None) -> tuple[str, str | None]:
+    """Return the name of a base model, the given one or the one that an export names, and its revision on the hub."""
+    base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
+    wanted = name or base["name"]
+    if not wanted:
+        raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
+    return wanted, None if name else models.hub_revision(base["revision"])
+
+
 def load_model(
     gates: str | None, name: str | None, dtype: WeightType, device: str, *, adapter: bool = True
 ) -> tuple[Model, PreTrainedTokenizerBase]:
@@ -74,11 +83,7 @@ def load_model(
         device: where the weights go.
         adapter: whether an adapter of the export is loaded.
     """
-    base = export.read_info(gates)["base_model"] if gates else {"name": "", "revision": None}
-    wanted = name or base["name"]
-    if not wanted:
-        raise UserError("No base model is named: give model=NAME, or gates=EXPORT of an export that names one.")
-    revision = None if name else models.hub_revision(base["revision"])
+    wanted, revision = named_base(gates, name)
     try:
         model, tokenizer = models.load_base(ModelConfig(name=wanted, revision=revision, dtype=dtype), device)
     except models.ModelError as error:

@@ -100,7 +100,7 @@ class ForwardPass(Interceptor):
                 "went; use ag.StepRunner(model, cache), which records steps, capture parts of the model without the "
                 "cache, or use torch.compile(model), which leaves it out."
             )
-        if state.pass_open:  # else a step calls one function less
+        if state.pass_open:  # asked here, so that a step needs no call for it
             state.check_pass_finished()
         sequences, (num_sequences, length) = state.sequences, tokens.shape[:2]
         is_first_pass, ready = not sequences.columns, sequences.ready

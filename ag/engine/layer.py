@@ -124,7 +124,7 @@ class Layer:
                     queries = self._add_past_queries(queries, batch, store, last)
                 if batch.evicting is not None or needs.every_query:
                     self._score_and_evict(placed, batch, layer_stores, evictor, queries, weights=weights)
-        decided_later = evictor is not None and self.index in evictor.budgets.pending  # by slots as they are now
+        decided_later = evictor is not None and self.index in evictor.budgets.pending  # by masks of these slots
         if self.can_expire and not batch.step and not decided_later:  # else ForwardPass.end_pass does it
             self.free_expired_if_many(batch, store)
         return out.to(call.q.dtype)

@@ -488,13 +488,9 @@ class Scheduler:
             self._finish(completion, "length")
             cache.reset()
         elif completion.num_generated or self._sample_next(completion, logits, allowed):
-            batch = completion.batch
-            try:
-                batch.cache.state.check_scores()
-            except NonFiniteScoreError as error:  # of the running completions
-                self._fail(batch.running, batch.cache, error)
-            batch.cache.add(cache)
-            batch.running.append(completion)
+            self._end_if_nonfinite(completion.batch)
+            completion.batch.cache.add(cache)
+            completion.batch.running.append(completion)
         else:
             cache.reset()
         job.completions.remove(completion)
@@ -622,10 +618,8 @@ class Scheduler:
         broken = batch.cache.state.pass_open
         preempted = [completion for completion in oldest_first if completion.batch is batch] if broken else [newest]
         is_alone = len(oldest_first) == 1 and job is None and not freed
-        try:
-            batch.cache.state.check_scores()
-        except NonFiniteScoreError as nonfinite:  # one of the preempted completions may have them
-            return self._fail(batch.running, batch.cache, nonfinite)
+        if self._end_if_nonfinite(batch):
+            return
         self._remove(preempted)
         if is_alone:
             unlimited = newest.request.reserved is not None
@@ -697,11 +691,21 @@ class Scheduler:
         for batch in {completion.batch for completion in completions}:
             removed_indices = [index for index, each in enumerate(batch.running) if each in completions]
             batch.running = [completion for completion in batch.running if completion not in completions]
-            try:
+            if not self._end_if_nonfinite(batch):
                 batch.cache.remove(removed_indices)
-            except NonFiniteScoreError as error:  # of a step since the last check
-                self._fail(batch.running, batch.cache, error)
             self._hold_admissions = False
+
+    def _end_if_nonfinite(self, batch: _Batch) -> bool:
+        """End a batch's completions if scores since its last check were not finite. Returns whether they ended.
+
+        A cache whose sequences change checks its scores too, and would raise.
+        """
+        try:
+            batch.cache.state.check_scores()
+        except NonFiniteScoreError as error:
+            self._fail(batch.running, batch.cache, error)
+            return True
+        return False
 
     def _fail(self, completions: list[_Completion], cache: EvictionCache, error: Exception) -> None:
         """End completions with an error of the model or the policy. Queued requests go on."""

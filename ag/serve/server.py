@@ -21,8 +21,7 @@ from ag.config.command_line import Invocation
 from ag.continuation import read_policy
 from ag.engine.block_pool import Pool
 from ag.errors import UserError, first_line
-from ag.gates import export
-from ag.loading import load_model
+from ag.loading import load_model, named_base
 from ag.model.base import check_device
 from ag.serve.app import STOPPING, Service
 from ag.serve.errors import error_location
@@ -78,7 +77,7 @@ def load_service(config: ServeConfig) -> Service:
     limits = {name: getattr(config, name) for name in ("prefill_tokens", "batch", "queue", "prompt_lookup")}
     # a PeftModel forwards every attribute
     scheduler = Scheduler(model, tokenizer, policy, pool, **limits)  # type: ignore[arg-type]
-    base_name = config.model or export.read_info(gates)["base_model"]["name"]  # type: ignore[arg-type]
+    base_name, _ = named_base(gates, config.model)
     service = Service(scheduler, config.name or Path(base_name).expanduser().absolute().name, config)
     capacity = scheduler.admission.capacity_text(pool.capacity, scheduler.context_length, scheduler.batch)
     logger.info("policy %s, %s", service.policy, capacity)

@@ -165,6 +165,20 @@ def test_operations_of_the_head(folder, objective, chunk):
     assert plan(config).flops - plan(one_token).flops == counted.get_total_flops() / tokens * (tokens - 1)
 
 
+def test_a_drawn_share_with_adapters_and_a_teacher_takes_two_dense_passes(folder):
+    """With the adapters for the boundary, and without them for the teacher."""
+
+    def work(objective, share_high):
+        loss = LossConfig(objective=objective, share_high=share_high)
+        return plan(replace(config_of(folder, "gates+lora"), loss=loss)).flops
+
+    one_pass = work("lm", 0.7) - work("lm", 0.0)
+    assert one_pass > 0 and work("kl", 0.7) - work("kl", 0.0) == one_pass
+    gates_alone = replace(config_of(folder, "gates"), loss=LossConfig(objective="kl"))
+    drawn = replace(gates_alone, loss=LossConfig(objective="kl", share_high=0.7))
+    assert plan(drawn).flops == plan(gates_alone).flops
+
+
 def test_experts_that_a_token_goes_to_count(tmp_path):
     """Two of eight, and all in the weights."""
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

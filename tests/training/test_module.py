@@ -235,6 +235,20 @@ def test_regression_steps_train_the_gates_without_a_backward_pass_of_the_model(t
     assert measured == [[True, False]] * 3 + [[False, True]] * 2
 
 
+@pytest.mark.parametrize(("steps", "kept"), [(2, False), (3, False), (4, True)])
+def test_states_of_adapters_that_a_warm_start_did_not_make_are_dropped(tiny_llama, steps, kept):
+    """Loading a checkpoint under FSDP2 steps each parameter without a state once."""
+    module = build(tiny_llama, train="gates+lora", warmup=WarmupConfig(regress_steps=3))
+    optimizer = torch.optim.AdamW([p for parameters in module.trainable().values() for p in parameters])
+    for parameters in module.trainable().values():
+        for parameter in parameters:
+            optimizer.state[parameter]["step"] = torch.tensor(1.0)
+    module._trainer = SimpleNamespace(optimizers=[optimizer], max_steps=9, lr_scheduler_configs=[], global_step=steps)
+    module.on_train_start()
+    for name, parameters in module.trainable().items():
+        assert {p in optimizer.state for p in parameters} == {kept or name == "gates"}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
