@@ -97,13 +97,13 @@ class GatedTrainer(Trainer):
         return output
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Predict; exports keep the metrics of the last evaluation."""
+        """Predict; exports keep the metrics and the calibration of the last evaluation."""
         part = _part(self.model)
-        measured = part.measured
+        measured, calibration = part.measured, part.gates.calibration
         try:
             return super().predict(*args, **kwargs)
         finally:
-            part.measured = measured
+            part.measured, part.gates.calibration = measured, calibration
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the Trainer's optimiser, with a separate group for the gates."""

@@ -28,6 +28,7 @@ from ag.callbacks.checkpoint_files import checkpoints, newest_valid, step_of
 from ag.config import Config
 from ag.config.command_line import Invocation
 from ag.config.data import TextKeys
+from ag.config.gate import TOKEN_KINDS
 from ag.config.loss import ReplayConfig
 from ag.config.recipes import dump
 from ag.data import DataModule, early
@@ -52,8 +53,8 @@ RESTART = 60.0  # seconds to wait for the end of a rank that a cluster replaces
 #: A run sets these for the ranks that it starts, Lightning all but the first. A later run in this process, or in one
 #: that inherits its environment, would take itself for such a rank, and wait for the others.
 LAUNCH_VARIABLES = ("AG_RUN", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
-#: Keys of ``gate`` that determine the shapes of its weights.
-GATE_SIZES = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
+#: Keys of ``gate`` that determine the shapes of its weights, and what is computed from them.
+GATE_KEYS = ("kind", "granularity", "num_heads", "head_dim", "hidden", "shortcut", "layer_offset", "first_layer")
 
 
 def run(invocation: Invocation[Config]) -> int:
@@ -269,18 +270,29 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
                 f"{config.model.name} lacks: expected the model that the adapter was merged into (export.merge=true "
                 "writes one)."
             )
-        try:
-            gates.load_state_dict(start.state_dict())
-        except RuntimeError:
+        if not _take_weights(gates, start):
             old, new = (
-                x.fingerprint | {f"gate.{key}": getattr(x.config, key) for key in GATE_SIZES} for x in (start, gates)
+                x.fingerprint | {f"gate.{key}": getattr(x.config, key) for key in GATE_KEYS} for x in (start, gates)
             )
             differing = [f"{name}={old[name]}, here {name}={new[name]}" for name in new if new[name] != old[name]]
             raise UserError(
-                f"init={config.init}: its gates have {'; '.join(differing)}: expected gates of the same sizes; take "
-                "its base model and its gate.* keys, or leave init out."
-            ) from None
+                f"init={config.init}: its gates have {'; '.join(differing)}: expected gates of the same kind and "
+                "sizes; take its base model and its gate.* keys, or leave init out."
+            )
     return gates
+
+
+def _take_weights(gates: AttentionGates, start: AttentionGates) -> bool:
+    """Give gates the weights of others. Returns whether they compute the same from them."""
+    keys = ["kind", "layer_offset"]  # shapes do not tell these, nor the number of heads in an attention block
+    keys += [] if gates.config.kind in TOKEN_KINDS else ["num_heads"]
+    if any(getattr(gates.config, key) != getattr(start.config, key) for key in keys):
+        return False
+    try:
+        gates.load_state_dict(start.state_dict())
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_trainer(config: Config) -> None:

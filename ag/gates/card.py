@@ -87,6 +87,6 @@ def model_card(info: Mapping[str, Any], figure: str | None, needs_budget: bool) 
 def _table(name: str, value: str, rows: Mapping[str, Any]) -> str:
     lines = [f"| {name} | {value} |", "| --- | --- |"]
     for key, cell in rows.items():
-        shown = "not measured" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else cell
+        shown = "not measured, or not finite" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else cell
         lines.append(f"| {key} | {shown} |")
     return "\n".join(lines)

@@ -189,7 +189,8 @@ def load(
         ExportError: the export is incomplete, changed, or for another base model.
     """
     folder = local(path)
-    info, foreign = read_info(folder), detect_foreign(folder)
+    foreign = detect_foreign(folder)
+    info = read_info(folder) if foreign is None else foreign.info()
     if model_config is not None:
         check_base(folder, info, model_config)
     with torch.device("meta"):

@@ -301,9 +301,13 @@ class AttentionGates(nn.Module):
             }
         )
         if not self.layers:
+            able = [index for index in range(geometry["num_layers"]) if index not in geometry["windowed_layers"]]
             raise UserError(
-                f"gate.first_layer={config.first_layer}: the model has {geometry['num_layers']} layers, "
-                "so that no layer gets a gate; choose a smaller one."
+                f"gate.first_layer={config.first_layer}: no layer from there on can have a gate: expected at most "
+                f"{able[-1]}, the last layer that can."
+                if able
+                else "AttentionGates: no layer of this model keeps keys and values that a gate could evict: use "
+                "another model, or a policy without gates."
             )
 
     @property
@@ -374,8 +378,8 @@ class AttentionGates(nn.Module):
         elif self.calibration is None:
             raise UserError(
                 f"share={share}: these gates have no table of shares; measure it and export them again by ag.fit "
-                "recipe=RECIPE init=EXPORT optim.gate_lr=0 warmup.regress_steps=0 trainer.max_steps=1, or give "
-                "threshold= or a budget."
+                "recipe=RECIPE init=EXPORT optim.gate_lr=0 optim.warmup_steps=0 warmup.regress_steps=0 "
+                "trainer.max_steps=1, or give threshold= or a budget."
             )
         elif share is not None:
             moved = self.calibration.boundary(share) - self.config.boundary

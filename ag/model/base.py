@@ -6,11 +6,13 @@ import logging
 import os
 import warnings
 from difflib import get_close_matches
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError
 from torch import nn
 from transformers import (
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 HUB_FILES = ("config.json", "model.safetensors", "tokenizer.json")  # of their repositories on the hub
 NAMES = [source.name for source in SOURCES]
-WEIGHTS = "*.safetensors", "*.bin"  # files of weights in a folder
+WEIGHTS = "*.safetensors", "*.bin"  # files of weights in a folder; transformers prefers the first kind
 GATED = ("meta-llama/",)  # owners whose models all need a licence; the hub names others
 HUB_TIMEOUT = 5.0  # seconds for an answer of the hub
 
@@ -87,20 +89,31 @@ def fetch(name: str) -> str:
     resolved = resolve(name)
     if os.path.isdir(resolved):
         return resolved
-    try:  # folders of a repository have the weights in other formats
-        return snapshot_download(resolved, ignore_patterns=["*/*"], etag_timeout=HUB_TIMEOUT)
+    try:
+        return snapshot_download(resolved, ignore_patterns=_other_formats(resolved), etag_timeout=HUB_TIMEOUT)
     except (OSError, ValueError) as error:
         raise _refused(name, error) from error
 
 
+def _other_formats(repository: str) -> list[str]:
+    """Return patterns of the files of a repository that transformers does not read: its weights in other formats."""
+    patterns = ["*/*", "*.h5", "*.msgpack", "*.ot", "*.onnx"]
+    try:
+        names = [file.rfilename for file in HfApi().model_info(repository, timeout=HUB_TIMEOUT).siblings or []]
+    except (OSError, httpx.HTTPError):  # no answer: the download says so, or finds the files in the cache
+        names = []
+    return patterns + ["*.bin"] * any(fnmatch(name, "*.safetensors") and "/" not in name for name in names)
+
+
 def stored_nbytes(name: str, revision: str | None = None) -> int:
-    """Return the bytes of a model's weights in its folder; 0 for a model of the hub.
+    """Return the bytes of a model's weights in its folder, in the format that is loaded; 0 for a model of the hub.
 
     Raises:
         ModelError: as :func:`resolve` does.
     """
     folder = Path(resolve(name, revision))
-    return sum(x.stat().st_size for kind in WEIGHTS for x in folder.glob(kind)) if os.path.isdir(folder) else 0
+    sizes = (sum(x.stat().st_size for x in folder.glob(kind)) for kind in WEIGHTS) if os.path.isdir(folder) else ()
+    return next(filter(None, sizes), 0)
 
 
 def checksums(name: str) -> dict[str, str]:
@@ -146,7 +159,8 @@ def load_base(
 
     Args:
         config: what to load, and how; a string is the model's name.
-        device: where the weights go. None means the CPU, and for an NF4 model the GPU of this process if there is one.
+        device: where the weights go. None means the CPU, and for an NF4 or a `random:` model the GPU of this process if
+            there is one.
 
     Returns:
         The model and its tokenizer.

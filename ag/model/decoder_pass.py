@@ -72,7 +72,9 @@ def before_model(threaded: ThreadedLayers, model: nn.Module, args: tuple[Any, ..
     if interceptor is not None and not torch.compiler.is_compiling():
         interceptor.token_mask = kwargs.get("attention_mask")
         token_inputs = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1])
-        threaded.begin([model, *interceptor.modules], next(x for x in token_inputs if isinstance(x, Tensor)))
+        tokens = next((x for x in token_inputs if isinstance(x, Tensor)), None)
+        if tokens is not None:  # without tokens the model raises its own error
+            threaded.begin([model, *interceptor.modules], tokens)
     return None if renamed is kwargs else (args, renamed)
 
 

@@ -117,7 +117,10 @@ class States(Cache):
 
     def at(self, rows: Tensor) -> States:
         """Return a copy of the states of the sequences at ``rows`` ``[b]`` alone."""
-        part = copy.deepcopy(self)
+        part = copy.copy(self)
+        part.layers = [copy.copy(layer) for layer in self.layers]
+        for layer in part.kept:  # its states are replaced, so that only those of ``rows`` are copied
+            vars(layer).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
         part.crop()
         part.select(rows)
         return part

@@ -104,7 +104,7 @@ def load(config: ModelConfig, device: torch.device | str | None) -> tuple[PreTra
 
 
 def _drawn(parameter: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Draw a matrix; the scales of norms are 1."""
+    """Draw a matrix; vectors (scales of norms, biases) are 1."""
     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=draw.device)
     return values.fill_(1) if parameter.ndim < 2 else values.normal_(0, SPREAD, generator=draw)
 

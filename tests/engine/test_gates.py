@@ -1,12 +1,15 @@
 """Gates as policies: under a budget they protect what their training did; options move the boundary of their flags."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 import ag
+from ag.config import Config
+from ag.config.recipes import resolve
 from ag.engine import EvictionCache
 from ag.errors import BudgetWarning, UserError
 from ag.gates.calibration import Calibration
@@ -199,7 +202,10 @@ def test_options_that_clash(folder, spec, options, parts):
 
 def test_gates_without_a_table(tiny_llama, tmp_path):
     gates_for(tiny_llama()).save_pretrained(tmp_path / "old")
-    with refuses(UserError, "share=0.3", "init=EXPORT", "threshold="):
+    with refuses(UserError, "share=0.3", "init=EXPORT", "threshold=") as refused:
         ag.policy(f"gates:{tmp_path / 'old'}", share=0.3)
+    [keys] = re.findall(r"ag\.fit recipe=RECIPE init=EXPORT ([^,]*),", str(refused.value))
+    for recipe in ("quickstart", "remember", "smollm2_repeat", "piqa_sft"):
+        resolve(Config, {"recipe": recipe, "init": "EXPORT"} | dict(pair.split("=") for pair in keys.split()))
     moved = ag.policy(f"gates:{tmp_path / 'old'}", threshold=0.2).gates
     assert moved is not None and moved.config.threshold == 0.2

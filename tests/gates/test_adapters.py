@@ -21,7 +21,7 @@ from transformers import (
 
 import ag
 from ag import run
-from ag.config import Config, LoraConfig
+from ag.config import Config, GateConfig, LoraConfig
 from ag.errors import UserError
 from ag.gates import export
 from ag.gates.export import ExportError
@@ -285,3 +285,23 @@ def test_gates_do_not_start_from_those_of_an_adapter_that_the_model_lacks(folder
     run.make_gates(load(folder / "base"), replace(config, init="GONE", resume="."))  # the checkpoint has the weights
     made = run.make_gates(load(folder / "merged"), config)
     assert all(map(torch.equal, made.parameters(), AttentionGates.from_pretrained(folder / "export").parameters()))
+
+
+@pytest.mark.parametrize(
+    ("exported", "asked", "parts"),
+    [
+        ({"num_heads": 4, "head_dim": 8}, {"num_heads": 2, "head_dim": 16}, "gate.num_heads=4 gate.num_heads=2"),
+        ({"kind": "retention"}, {"kind": "mlp"}, "gate.kind=retention gate.kind=mlp"),
+        ({"layer_offset": 1, "first_layer": 1}, {"first_layer": 1}, "gate.layer_offset=1 gate.layer_offset=0"),
+    ],
+)
+def test_gates_do_not_start_from_weights_of_equal_shapes_with_another_meaning(
+    tiny_llama, tmp_path, exported, asked, parts
+):
+    start = gates_for(tiny_llama(), **exported)
+    start.save_pretrained(tmp_path / "export")
+    config = Config(train="gates", gate=GateConfig(**asked).sized(32), init=str(tmp_path / "export"))
+    with refuses(UserError, f"init={tmp_path / 'export'}", *parts.split()):
+        run.make_gates(tiny_llama(), config)
+    made = run.make_gates(tiny_llama(), replace(config, gate=start.config))
+    assert all(map(torch.equal, made.parameters(), start.parameters()))

@@ -41,7 +41,7 @@ def fails(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> F
     [
         (["model.name=./nowhere"], "model.name='./nowhere' is not a folder"),
         (["data.root=./docs"], "data.root=./docs holds neither a folder boolq nor files such as train.jsonl"),
-        (["gate.first_layer=2"], "gate.first_layer=2: the model has 2 layers, so that no layer gets a gate"),
+        (["gate.first_layer=2"], "gate.first_layer=2: no layer from there on can have a gate: expected at most 1"),
         (["data.batch_size=25"], "24 training rows do not fill one batch of 25"),
         (["output=/dev/null"], "/dev/null"),
         (["trainer.strategy=ddpp"], "did you mean ddp?"),

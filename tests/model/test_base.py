@@ -3,9 +3,11 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch.nn import functional as F
@@ -65,6 +67,14 @@ class TestResolve:
         with refuses(models.ModelError, "hub"):
             models.fetch("name" * 100)  # too long for a file
         assert models.stored_nbytes("name" * 100) == 0
+
+    def test_bytes_of_weights_count_one_format(self, tmp_path: Path) -> None:
+        for name, size in (("config.json", 1), ("model-1.safetensors", 10), ("model-2.safetensors", 20), ("a.bin", 40)):
+            (tmp_path / name).write_bytes(bytes(size))
+        assert models.stored_nbytes(str(tmp_path)) == 30
+        for file in tmp_path.glob("*.safetensors"):
+            file.unlink()
+        assert models.stored_nbytes(str(tmp_path)) == 40
 
     @pytest.mark.parametrize("source", ON_HUB, ids=lambda source: source.name)
     def test_alias_prefers_hub_cache_then_folder_then_hub_then_wheels(
@@ -273,9 +283,23 @@ def test_the_command_prints_the_folder_or_one_line(folder: Path, capsys: pytest.
 def test_the_command_fetches_a_model_of_the_hub(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(models, "snapshot_download", lambda repository, **_: f"/cache/{repository}")
-    assert main(["owner/model"]) == 0
-    assert capsys.readouterr().out == "/cache/owner/model\n"
+    ignored = []
+
+    def snapshot_download(repository: str, *, ignore_patterns: list[str], **_: object) -> str:
+        ignored.append(ignore_patterns)
+        return f"/cache/{repository}"
+
+    def model_info(api: HfApi, repository: str, timeout: float) -> SimpleNamespace:
+        weights = ["pytorch_model.bin"] if repository == "owner/older" else ["model.safetensors", "pytorch_model.bin"]
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in weights])
+
+    monkeypatch.setattr(models, "snapshot_download", snapshot_download)
+    assert main(["owner/offline"]) == 0  # in the cache
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    assert main(["owner/model"]) == 0 and main(["owner/older"]) == 0
+    assert capsys.readouterr().out.split() == ["/cache/owner/offline", "/cache/owner/model", "/cache/owner/older"]
+    assert ["*.bin" in patterns for patterns in ignored] == [False, True, False]
+    assert all("*.h5" in patterns for patterns in ignored)
     monkeypatch.undo()  # the tests have no hub
     assert main(["owner/model"]) == 2
     output = capsys.readouterr()

@@ -273,6 +273,22 @@ def test_sequences_come_and_go(name):
         assert float((row - want).abs().max()) <= rounding(model)
 
 
+@torch.no_grad()
+def test_states_of_some_sequences_are_copied_without_those_of_the_others(monkeypatch):
+    model = tiny("qwen3_5_text")
+    cache = EvictionCache(model, "full")
+    model(rows()[0].repeat(4, 1), past_key_values=cache)
+    states, copies = cache.state.states, []
+    own = torch.Tensor.__deepcopy__
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", lambda x, memo: copies.append(x) or own(x, memo))
+    before = {name: x.clone() for name, x in states.tensors.items()}
+    part = states.at(torch.tensor([2]))
+    part.select(torch.tensor([0, 0]))
+    assert copies == [] and before.keys() == part.tensors.keys() == states.tensors.keys()
+    for name, x in states.tensors.items():
+        assert torch.equal(x, before[name]) and torch.equal(part.tensors[name], x[[2, 2]])
+
+
 @pytest.mark.parametrize("name", kinds(name for name in IN_TURN if name not in FORGETFUL))
 @torch.no_grad()
 def test_a_prompt_is_read_once_for_many_policies_and_repeated_for_kvzip(name):

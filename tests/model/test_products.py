@@ -141,6 +141,9 @@ def test_norms_of_one_token_are_one_operation_each(tiny_llama, monkeypatch):
     assert len(calls) == 2 * 3 + 1
     calls.clear()
     assert products._is_rms_norm(MistralRMSNorm) and not products._is_rms_norm(Gemma3RMSNorm)
+    names = {}
+    exec("class SomeRMSNorm:\n    def forward(self, x): return x", names)  # as in a notebook: no file has its source
+    assert not products._is_rms_norm(names["SomeRMSNorm"])
 
 
 def test_norms_in_bfloat16_run_in_c_plus_plus_in_prompts_and_steps(tiny_llama, monkeypatch):
