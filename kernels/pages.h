@@ -22,7 +22,7 @@ struct Column {
   int64_t number_bytes() const { return type == 0 ? 4 : 2; }
 };
 
-// Rows in the pages of a pool. Its layout is that of ag.kernels.pages.native.
+// Rows in the pages of a pool. Its layout is that of ag.kernels.pages.Pages.native.
 struct Pages {
   Column keys, values;
   int32_t *token_indices, *table, *lengths;

@@ -37,24 +37,24 @@ TIMED = 3  # number of shapes that are timed: the largest that fit
 WIDE = 32  # largest number of float32 rows; from 64 on the compiler mixes in other instructions of sm_90
 
 
-def tuned(key: list[str], shapes: list[triton.Config], room: int, **smallest: int) -> Callable[[Any], Any]:
+def tuned(key: list[str], shapes: list[triton.Config], largest_side: int, **smallest: int) -> Callable[[Any], Any]:
     """Let Triton time a few shapes of tiles once for each ``key``, and keep the fastest on disk (``cache_results``).
 
     Args:
         key: arguments whose change requires a new timing, besides the types of tensors.
         shapes: candidates, the largest first; the first TIMED that fit are timed.
-        room: largest size in bytes of the larger side of a tile of 16-bit numbers.
+        largest_side: largest size in bytes of the larger side of a tile of 16-bit numbers.
         smallest: sizes for Triton's interpreter, which times nothing.
     """
 
     def fitting(configs: list[triton.Config], named: dict[str, Any], **_: Any) -> list[triton.Config]:
         dim = padded(max(named["D"], named.get("E", 0)))
         wide = named["q"].element_size() == 4 or named.get("CODED", False)  # three products, or dequantised
-        allowed, block = room // (dim * 2), named.get("BLOCK", 1)  # KEYS are whole numbers of blocks
+        most_rows, block = largest_side // (dim * 2), named.get("BLOCK", 1)  # KEYS are whole numbers of blocks
         if wide:
-            allowed = min(allowed // 4, WIDE)
+            most_rows = min(most_rows // 4, WIDE)
         sizes = ((x, x.kwargs.get("KEYS", x.kwargs["ROWS"])) for x in configs)
-        return [x for x, size in sizes if size <= allowed and size % block == 0][:TIMED] or configs[-1:]
+        return [x for x, size in sizes if size <= most_rows and size % block == 0][:TIMED] or configs[-1:]
 
     candidates = [shape(4, 1, **smallest)] if INTERPRETED else shapes
     decorate: Callable[[Any], Any] = triton.autotune(

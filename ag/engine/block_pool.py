@@ -30,7 +30,8 @@ NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: address space for which no memory
 class PoolFullError(UserError):
     """A pool of fixed size has fewer free blocks than are needed.
 
-    Of a forward pass nothing was written, and nothing is lost. A cache that had no room to crop is to be reset.
+    Of a forward pass nothing was written, and nothing is lost; a text that :meth:`EvictionCache.expect` announced is to
+    be announced again. A cache that had no room to crop is to be reset.
     """
 
     #: Needed blocks.
@@ -85,7 +86,8 @@ class BlockPool:
         except OSError:  # address space is limited, as by `ulimit -v` or vm.overcommit_memory=2
             self._reserved, self.capacity, self._maps, self._columns = False, FIRST, {}, {}
             self._lay_out(self.capacity)
-        self._references = torch.zeros(FIRST, dtype=torch.int32)  # of each block so far, on the host
+        with torch.inference_mode(False):  # the next text may be read outside of it
+            self._references = torch.zeros(FIRST, dtype=torch.int32)  # of each block so far, on the host
         self._used_below = 0  # no block from here on is taken
         self._holes = 0  # free blocks before that
         self._holders: dict[int, list[Any]] = {}  # what stores take, also those just below
@@ -128,8 +130,9 @@ class BlockPool:
         if self._reserved:
             size, flags = blocks * self._nbytes(name), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
             self._maps[name] = memory = mmap.mmap(-1, size, flags=flags)
-            return torch.frombuffer(memory, dtype=dtype).view(blocks, numbers)
-        with torch.inference_mode(False):  # the next text may be read outside of it
+            with torch.inference_mode(False):
+                return torch.frombuffer(memory, dtype=dtype).view(blocks, numbers)
+        with torch.inference_mode(False):
             column = torch.zeros(blocks, numbers, dtype=dtype, device=self.device)
         if old_column is not None:
             column[: len(old_column)] = old_column
@@ -185,7 +188,8 @@ class BlockPool:
         if end > self.capacity:
             self._grow(end, count)
         if end > len(self._references):
-            self._references = torch.cat([self._references, self._references.new_zeros(max(end, 64))])
+            with torch.inference_mode(False):
+                self._references = torch.cat([self._references, self._references.new_zeros(max(end, 64))])
         self._holes -= len(free_blocks)
         free_blocks = torch.cat([free_blocks, torch.arange(self._used_below, end)])
         self._used_below = end

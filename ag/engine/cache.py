@@ -240,7 +240,7 @@ class EvictionCache(Cache):
 
     # ---- going back
 
-    def crop(self, tokens_to_remove: int | Sequence[int]) -> None:
+    def crop(self, tokens_to_remove: int | Sequence[int] | Tensor) -> None:
         """Forget the newest tokens, back to the last eviction at most.
 
         Args:
@@ -253,6 +253,8 @@ class EvictionCache(Cache):
             PoolFullError: a pool of fixed size has no room for copies of blocks that a copy of this cache shares; can
                 only happen where tokens left a sliding window in the last pass, or with ``positions="interpolated"``.
         """
+        if isinstance(tokens_to_remove, Tensor):
+            tokens_to_remove = tokens_to_remove.tolist()
         if isinstance(tokens_to_remove, Sequence):
             if any(tokens_to_remove):
                 check_one_position_per_token(self.setup.decoder, f"crop({[*tokens_to_remove]})")
@@ -378,10 +380,8 @@ class EvictionCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns seen, which drive positions: within a pass those before it."""
-        batch = self.interceptor.batch
-        within = batch.token_indices.shape[1] if self.state.pass_open and batch is not None else 0
-        return self.seen_tokens - within
+        """Return the columns seen, which drive positions: within a forward pass of the model those before it."""
+        return self.seen_tokens - (self.interceptor.call_length if self.state.pass_open else 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the sizes of a mask over everything seen."""

@@ -158,9 +158,12 @@ class CacheState:
         self.note_mode()
         removed_tokens = self.sequences.crop(remove)
         self.pass_open = True  # until the rows of all layers are shorter: a full pool may have no room for copies
-        if self.states is not None:
-            self.states.crop(columns or 0)
         left, rotation = self.sequences.num_tokens, self.setup.rotation
+        if self.states is not None and bool(left.any()):
+            self.states.crop(columns or 0)
+        elif self.states is not None:  # the next text may have another batch size
+            recording, self.states = bool(self.states.recording), States.of(self.setup.decoder.config)
+            self.states.record(recording)
         if rotation is not None:
             rotation.crop(self.layer_stores, left + removed_tokens, left)
         if any(layer.frees_expired for layer in self.layers):

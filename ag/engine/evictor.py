@@ -103,6 +103,7 @@ class Evictor:
             shape, device = (*store.lengths_cpu.shape, store.slots), store.block_table.device
             if store not in self._scores or self._scores[store].shape != shape:
                 self._scores[store] = torch.zeros(shape, dtype=torch.float32, device=device)
+            if store not in self._nonfinite or self._nonfinite[store].shape != shape[:-1]:
                 self._nonfinite[store] = torch.zeros(shape[:-1], dtype=torch.int32, device=device)
         self.step_is_counted = batch.evicting is not None and self._host_counts_decode and stores[0].rotation is None
         if not self.step_is_counted:
@@ -223,12 +224,11 @@ class Evictor:
             self.raise_if_nonfinite()
 
     def raise_if_nonfinite(self) -> None:
-        """Check that all scores since the last check were finite; raises as :meth:`end_pass` says."""
+        """Check that all scores so far were finite; raises as :meth:`end_pass` says, until the cache is reset."""
         self._steps_unchecked = 0
         for nonfinite in self._nonfinite.values():
             layers = nonfinite.flatten(1).any(1).tolist()
             if any(layers):
-                nonfinite.zero_()
                 self._refuse_scores(layers.index(True))
 
     def _refuse_scores(self, layer: int) -> NoReturn:

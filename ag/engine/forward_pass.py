@@ -40,13 +40,13 @@ class ForwardPass(Interceptor):
         self.step_prepared = False
         #: The pass at hand; None before the first one.
         self.batch: ForwardBatch | None = None
-        self._new: Tensor | None = None  # [B, T] bool, which columns of the forward pass at hand are tokens
-        self._length = 0  # columns of the forward pass at hand
+        self._call_tokens: Tensor | None = None  # [B, T] bool, which columns of the model's call are tokens
+        self.call_length = 0  # columns of the model's call, which may read them in several passes
 
     def reset(self) -> None:
         """Forget everything."""
         self.state.reset()
-        self.batch, self._new, self._length = None, None, 0
+        self.batch, self._call_tokens, self.call_length = None, None, 0
 
     @property
     def states(self) -> States | None:
@@ -109,7 +109,6 @@ class ForwardPass(Interceptor):
         compute_mode = ComputeMode(next(decoder.parameters()).dtype, autocast, torch.is_inference_mode_enabled())
         if not is_first_pass and state.compute_mode is not None and state.compute_mode != compute_mode:
             _check_compute_mode(state.compute_mode, compute_mode)
-        state.compute_mode = compute_mode
         if not ready:
             self._check_prompt(tokens)
         new = sequences.extend(attention_mask, num_sequences, length, tokens.device)
@@ -120,7 +119,8 @@ class ForwardPass(Interceptor):
                 store.start_batch(num_sequences)
         elif setup.pool.fixed:
             self._check_room(new)
-        state.pass_open, self._length = True, length  # until the end of the last pass
+        state.compute_mode = compute_mode
+        state.pass_open, self.call_length = True, length  # until the end of the last pass
         if is_first_pass and setup.policy.budget is None and setup.gates is None:  # all that comes stays
             setup.pool.reserve(sum(store.blocks_needed(new.sum(1).cpu()) for store in state.stores))
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
@@ -130,7 +130,7 @@ class ForwardPass(Interceptor):
             if state.evictor is not None:
                 state.evictor.begin_step(step, state.stores, state.layers[setup.budget_layers[0]].window)
         else:
-            self._new = new
+            self._call_tokens = new
 
     def _check_prompt(self, tokens: Tensor) -> None:
         """Refuse a part of a prompt for gates that read it whole, and note the ids for a policy that repeats them."""
@@ -168,8 +168,8 @@ class ForwardPass(Interceptor):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def passes(self, position_ids: Tensor | None) -> Iterator[tuple[Tensor | None, Tensor | None]]:
         """Yield the columns and positions of each pass, and end it; see :class:`ag.model.interceptor.Interceptor`."""
-        state, new = self.state, self._new
-        self._new = None
+        state, new = self.state, self._call_tokens
+        self._call_tokens = None
         for number, batch in enumerate([self.batch] if new is None else state.sequences.split_into_passes(new)):
             assert batch is not None
             if number:
@@ -195,7 +195,7 @@ class ForwardPass(Interceptor):
             return batch.token_indices if batch.step else batch.token_indices.clamp_min(0)
         sequences.by_column = position_ids is None
         if position_ids is None:  # columns, as transformers counts; the cache counts this pass's columns already
-            first = sequences.columns - self._length
+            first = sequences.columns - self.call_length
             position_ids = torch.arange(first, sequences.columns, device=batch.token_indices.device)[None]
         if batch.columns is None:
             return position_ids
@@ -208,8 +208,16 @@ class ForwardPass(Interceptor):
         try:
             evict_by_reconstruction(self.state, self.batch)
         except PoolFullError:
-            self.reset()
+            self._forget_text()
             raise
+
+    def _forget_text(self) -> None:
+        """Forget a prompt for which the pool had no room; what the caller protects in it stays protected."""
+        protected = self.state.sequences.protected
+        self.reset()
+        if protected is not None:  # the next batch may have another size, if all texts have the same marks
+            same = bool((protected == protected[:1]).all())
+            self.state.sequences.protected = protected[:1] if same else protected
 
     # ---- a layer
 
@@ -252,12 +260,13 @@ class ForwardPass(Interceptor):
             state.recorded_prompt.note_call(call)
         try:
             return state.layers[call.layer].forward(call, batch, state.layer_stores, evictor)
-        except PoolFullError:
-            if state.sequences.columns == self._length:  # the text can be read again
+        except PoolFullError as error:
+            if state.sequences.columns == self.call_length:  # the text can be read again
                 tokens, num_blocks = int(batch.counts.max()), sum(store.num_blocks() for store in state.stores)
-                needed = (num_blocks + 1) * len(state.layers) // max(call.layer, 1)
-                self.reset()
-                raise setup.pool.full(f"a prompt of {tokens} tokens needs more than", needed) from None
+                as_layers_before = (num_blocks + 1) * len(state.layers) // max(call.layer, 1)
+                needed = max(num_blocks + error.blocks, as_layers_before)
+                self._forget_text()
+                raise setup.pool.full(f"a prompt of {tokens} tokens needs at least", needed) from None
             raise
 
     # ---- end

@@ -36,7 +36,8 @@ def latest(records: Records, name: str, new: Tensor, counted: Tensor, last: int)
     if name in records:
         num_old = records[name].shape[2]
         new = torch.cat([records[name], new], 2)
-        # a sequence with fewer new rows than others keeps more of the earlier ones, right before the new ones
+        # a sequence with fewer new rows than others keeps more of the earlier ones: its old rows and the missing ones
+        # change places, so that the old rows end right before the new ones
         missing = (~counted).sum(1, keepdim=True)
         columns = torch.arange(new.shape[2], device=new.device)
         order = torch.where(columns < num_old + missing, (columns - missing) % (num_old + missing), columns)

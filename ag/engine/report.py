@@ -144,7 +144,7 @@ def _share_of(state: CacheState, visible: Sequence[Tensor], name: str, columns: 
             "beginning."
         )
     new_valid = valid[:, : columns.shape[1]]
-    token_indices = (new_valid.cumsum(1) - 1).where(new_valid & columns.to(new_valid.device), -1)
+    token_indices = (new_valid.cumsum(1) - 1).where(new_valid & columns.to(new_valid.device).bool(), -1)
     counted = torch.zeros(len(valid), num_columns + 1, dtype=torch.bool, device=valid.device)
     counted.scatter_(1, token_indices.where(token_indices >= 0, num_columns), True)
     counted[:, -1] = False  # the last column took all others, and stands for free slots

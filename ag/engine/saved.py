@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -73,7 +74,8 @@ def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], m
             loaded_policy = policy(
                 policy_words["spec"], policy_words["budget"], policy_words["schedule"], **policy_words["options"]
             )
-        cache = kind(model, loaded_policy)
+        with torch.inference_mode(False):  # the cache may be used outside of it
+            cache = kind(model, loaded_policy)
         setup = cache.state.setup
         model_base, digest = _base(setup), None if setup.gates is None else _digest(setup.gates)
         with _readable(file):
@@ -82,7 +84,8 @@ def load(kind: Callable[[nn.Module, Policy], C], path: str | os.PathLike[str], m
                 raise UserError(
                     f"{file}: the cache was made with other gates than those that {loaded_policy!r} gives here."
                 )
-            restore(cache.state, _unpacked(head["state"], read))
+            with torch.inference_mode(False):
+                restore(cache.state, _unpacked(head["state"], read))
     return cache
 
 

@@ -121,6 +121,9 @@ class GateMemory(Attributes):
         """Keep the first ``counts[b]`` tokens of each sequence; ``counts`` ``[B]``."""
         if not self:
             return
+        if not bool(counts.any()):  # the next text may have another batch size
+            self.reset()
+            return
         for part in (self.stored, self.new):
             if part is not None:
                 part[1].masked_fill_(part[1] >= counts.to(part[1].device)[:, None], -1)

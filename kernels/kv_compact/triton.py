@@ -60,8 +60,8 @@ def _plan_moves(token_indices, table, lengths, old_lengths, moves, source, targe
     # the key of the last evicted token: all are evicted, or the smallest key is taken repeatedly, or a search by bits
     rounds = tl.where(num_evicted <= FEW_EVICTED, num_evicted, HIGHEST_BIT + 1)
     rounds = tl.where(num_evicted == num_evictable, 0, rounds)
-    for program_tile in range(0, rounds):
-        middle = limit + (tl.cast(1, tl.int64) << tl.maximum(HIGHEST_BIT - program_tile, 0))
+    for turn in range(0, rounds):
+        middle = limit + (tl.cast(1, tl.int64) << tl.maximum(HIGHEST_BIT - turn, 0))
         lowest, below = limit * 0 + LAST, count * 0
         for n in range(0, count, TILE):
             number, nan = _eviction_keys(n + tl.arange(0, TILE), count, token_indices, table, score, PAGE, LAST)

@@ -26,6 +26,7 @@ namespace {
 constexpr int64_t CHUNK = 256;  // slots of a row that a thread takes at a time, for one query
 constexpr int64_t AHEAD = 2;    // distance in pages from the page that is read to the one that is prefetched
 constexpr int64_t TILE = 64;    // slots between two updates of the maxima, for a block of queries
+// LEAST, not NONE, starts a maximum: NONE - NONE would be NaN.
 constexpr float NONE = -std::numeric_limits<float>::infinity(), LEAST = -std::numeric_limits<float>::max();
 
 struct Call {
@@ -154,7 +155,8 @@ void split(const Call& call, const float* q, const Chunk& c, Room& room, float* 
   const std::vector<Part>& parts = room.parts;
   const bool all = look(call, c, room.parts, room.seen.data());
   const int64_t number = static_cast<int64_t>(parts.size());
-  // All pages of keys are visited, then those of values: work(N, g, part, tokens, next, step) of N queries from g on.
+  // Turn n < number is part n of the keys, turn number + n part n of the values, so that the last keys prefetch the first
+  // values: work(N, g, part, tokens, next, step) of N queries from g on.
   const auto visit = [&](int64_t turn, const auto& work) {
     const auto column = [&](int64_t n) -> const Column& { return n < number ? pages.keys : pages.values; };
     const auto part = [&](int64_t n) -> const Part& { return parts[n % number]; };

@@ -165,6 +165,30 @@ def test_a_refused_crop_changes_nothing(tiny_llama):
     assert torch.equal(*(model(row(1)[None], past_key_values=cache).logits for cache in caches))
 
 
+@torch.no_grad()
+def test_a_batch_may_follow_a_text_that_was_taken_back_whole(tiny_llama):
+    model = tiny_llama()
+    ag.attach(model, gates_for(model, covers="all", bias=99.0))  # which evict nothing
+    cache, want = (ag.EvictionCache(model, "gates") for _ in range(2))
+    model(row(5)[None], past_key_values=cache)
+    cache.crop(torch.tensor([5]))
+    assert cache.seen_tokens == 0
+    both = row(18).view(2, 9)
+    assert torch.equal(*(model(both, past_key_values=each).logits for each in (cache, want)))
+
+
+@torch.no_grad()
+def test_the_length_within_a_call_of_several_passes_is_that_before_the_call(tiny_llama, monkeypatch):
+    model, lengths = tiny_llama(), []
+    cache = ag.EvictionCache(model, "h2o", 6, "blocks:8+every")
+    own = cache.interceptor.attend
+    monkeypatch.setattr(cache.interceptor, "attend", lambda call: lengths.append(cache.get_seq_length()) or own(call))
+    model(row(20)[None], past_key_values=cache)
+    assert len(lengths) == 9 and {*lengths} == {0} and cache.get_seq_length() == 20
+    model(row(2)[None], past_key_values=cache)
+    assert {*lengths[9:]} == {20} and cache.get_seq_length() == 22
+
+
 def test_uneven_heads_are_not_gathered(tiny_llama, monkeypatch):
     model = tiny_llama()
     ag.attach(model, gates_for(model, recent_tokens=5))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ag
+from ag.engine.scorers import expected_attention
 from ag.engine.scorers.expected_attention import ExpectedAttention
 from ag.evaluate.inside import RecordedPass
 from tests.support.attention_by_hand import Scene, agree, rotation
@@ -110,3 +111,18 @@ def test_blocks_keep_the_same_in_chunks_and_in_a_batch(tiny_llama):
     for chunk in (5, 8, None):
         for rows in ([row(33, 2)], [row(40, 1), row(33, 2)]):
             assert kept(rows, chunk) == alone
+
+
+def test_the_constant_of_every_token_counts_under_caote(tiny_llama):
+    """A value weighs even where no attention is expected."""
+    model = tiny_llama()
+    kept = [read(model, row(80), "expected_attention+caote", 12, eps=eps).kept_positions(1)[0] for eps in (0, 1)]
+    assert any(not torch.equal(*heads) for heads in zip(*kept, strict=True))
+
+
+def test_the_moments_of_a_prompt_in_one_pass_are_computed_once(tiny_llama, monkeypatch):
+    calls, own = [], expected_attention.moments_of
+    monkeypatch.setattr(expected_attention, "moments_of", lambda *given: calls.append(1) or own(*given))
+    model = tiny_llama()
+    read(model, row(40), "expected_attention", 12)
+    assert len(calls) == len(model.model.layers)

@@ -74,6 +74,30 @@ def test_a_prompt_that_does_not_fit_leaves_an_empty_cache(tiny_llama):
     assert pool.free == 20
 
 
+@torch.no_grad()
+def test_the_error_of_a_prompt_that_no_empty_pool_holds_names_more_than_is_free(tiny_llama):
+    model = tiny_llama()
+    pool = pool_of(model, 12)  # a layer's 2 KV heads alone need 26
+    with pytest.raises(PoolFullError) as error:
+        model(ids(1, 200), past_key_values=ag.EvictionCache(model, "full", pool=pool))
+    assert error.value.blocks >= 26 and pool.free == 12
+
+
+@torch.no_grad()
+def test_what_is_protected_stays_so_after_a_prompt_that_did_not_fit(tiny_llama):
+    model = tiny_llama()
+    pool = pool_of(model, 24)
+    other, cache = (ag.EvictionCache(model, *spec, pool=pool) for spec in (("full",), ("knorm", 8)))
+    model(ids(1, 40), past_key_values=other)
+    cache.protect([(3, 6)])
+    for texts in (1, 2):
+        with pytest.raises(PoolFullError):
+            model(ids(texts, 60), past_key_values=cache)
+    other.reset()
+    model(ids(1, 60), past_key_values=cache)
+    assert all({3, 4, 5} <= {*head} for layer in columns(cache) for head in layer[0])
+
+
 def test_a_pool_of_another_model_or_type_is_refused(tiny_llama):
     pool = pool_of(tiny_llama(), 10)
     with refuses(UserError, "head_dim=16", "32", "ag.Pool"):

@@ -269,6 +269,24 @@ def test_scores_that_are_not_finite(tiny_llama, name, schedule):
         run(model, make(name, schedule, 12), [ROWS[0]], [29])
 
 
+@torch.no_grad()
+def test_scores_that_are_not_finite_are_refused_until_the_cache_is_reset(tiny_llama, tmp_path):
+    model = tiny_llama()
+    cache = EvictionCache(model, make("knorm", "every", 12))
+    model(ROWS[0][None, :29], past_key_values=cache)
+    key = model.model.layers[1].self_attn.k_proj.weight
+    old = key.clone()
+    key[0, 0] = float("nan")
+    model(ROWS[0][None, 29:30], past_key_values=cache)
+    for _ in range(2):
+        with refuses(NonFiniteScoreError, "'knorm'", "layer 1"):
+            cache.save(tmp_path / "cache")
+    key.copy_(old)
+    cache.reset()
+    model(ROWS[0][None, :29], past_key_values=cache)
+    cache.save(tmp_path / "cache")
+
+
 # ---- the report
 
 

@@ -330,6 +330,17 @@ def test_answers_of_a_server_are_those_of_each_request_alone(name, tiny_tokenize
     served.answers_of_shared_beginnings(model, tiny_tokenizer, ag.policy("h2o", 12), ag.Pool(model, 1 << 21), shares)
 
 
+@torch.no_grad()
+def test_a_batch_may_follow_a_text_that_convolutions_took_back_whole():
+    model, (ids, mask) = tiny("lfm2"), padded()
+    cache, want = (EvictionCache(model, "full") for _ in range(2))
+    cache.activate_past_recording()
+    model(ids[:1, :5], past_key_values=cache)
+    cache.crop(-5)
+    assert torch.equal(*(model(ids, attention_mask=mask, past_key_values=each).logits for each in (cache, want)))
+    cache.crop(-3)  # which are recorded still
+
+
 @pytest.mark.parametrize("name", kinds(["lfm2", "lfm2_moe", "lfm3"]))
 @torch.no_grad()
 def test_convolutions_take_drafts_back(name, tmp_path):

@@ -296,6 +296,38 @@ def test_inference_mode_is_kept_or_refused_in_words(tiny_llama):
     assert torch.equal(answer(model, cache, 3), want)
 
 
+@pytest.mark.parametrize("case", ["made", "reset", "in one pool", "loaded"])
+def test_a_cache_is_used_outside_of_inference_mode_too(tiny_llama, tmp_path, case):
+    """Texts of more blocks than a pool counts at first."""
+    model = tiny_llama()
+    pool, long = ag.Pool(model, 2**22), IDS[:1].repeat(1, 40)
+    with torch.inference_mode(case == "made"):
+        cache = ag.EvictionCache(model, "h2o", 10, pool=pool)
+    with torch.inference_mode():
+        first = cache if case == "reset" else ag.EvictionCache(model, "full", pool=pool)
+        logits(model, long, first)
+    if case == "reset":
+        cache.reset()
+    with torch.no_grad():
+        logits(model, long, cache)
+        want = logits(model, IDS[:1, :1], copy.deepcopy(cache))
+        if case == "loaded":
+            cache.save(tmp_path / "cache")
+            with torch.inference_mode():
+                cache = ag.EvictionCache.load(tmp_path / "cache", model)
+        assert torch.equal(logits(model, IDS[:1, :1], cache), want)
+
+
+def test_a_refused_pass_leaves_the_cache_outside_of_inference_mode(tiny_llama):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "full")
+    with torch.no_grad():
+        logits(model, IDS, cache)
+        with torch.inference_mode(), refuses(UserError, "attention_mask", "(1, 7)"):
+            model(IDS[:, :1], attention_mask=torch.ones(1, 7), past_key_values=cache)
+        logits(model, IDS[:, :1], cache)
+
+
 CHANGED = {
     "copied": lambda cache: copy.deepcopy(cache),
     "cropped": lambda cache: cache.crop(-2),

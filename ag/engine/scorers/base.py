@@ -110,9 +110,12 @@ class Scorer(ABC):
         return score
 
     def heads(self, inputs: ScorerInputs) -> Tensor:
-        """Return a score of at least 0 by query head, ``[B, H, N]``, over all cached tokens; CAOTE normalises it."""
+        """Return a score by query head, ``[B, H, N]``, over all cached tokens; CAOTE normalises it.
+
+        Scores of a head with numbers below 0 are shifted up, so that its lowest is 0.
+        """
         score = self.weight(inputs, self.score(inputs))
-        lowest = score.masked_fill(~inputs.key_valid, float("inf")).amin(-1, keepdim=True)
+        lowest = score.masked_fill(~inputs.key_valid, float("inf")).amin(-1, keepdim=True).clamp_max(0.0)
         return (score - lowest).masked_fill(~inputs.key_valid, 0.0).repeat_interleave(inputs.group, 1)
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:

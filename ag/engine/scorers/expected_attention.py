@@ -87,12 +87,12 @@ class ExpectedAttention(Scorer):
             return
         queries = inputs.queries
         moments = moments_of(queries, queries.num_new, torch.full_like(inputs.lengths, self.sinks))
-        decided = torch.zeros_like(moments.number, dtype=torch.bool)
-        if sums:
-            moments = merge_moments(Moments(*(sums[name] for name in Moments._fields)), moments)
-            decided = sums["decided"] | sums["evicting"]
-        evicting = torch.zeros_like(decided) if inputs.evicting is None else inputs.evicting.view_as(decided)
-        sums.update(zip(Moments._fields, moments, strict=True), evicting=evicting, decided=decided)
+        if sums:  # of earlier passes, which may have decided already
+            moments = merge_moments(_prompt_moments(sums), moments)
+            sums["decided"] = sums["decided"] | sums["evicting"] if "decided" in sums else sums["evicting"]
+        none = torch.zeros_like(moments.number, dtype=torch.bool)
+        evicting = none if inputs.evicting is None else inputs.evicting.view_as(none)
+        sums.update(zip(Moments._fields, moments, strict=True), evicting=evicting)
 
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the expected weight times the value's norm, computed once for all budgets."""
@@ -115,11 +115,14 @@ class ExpectedAttention(Scorer):
     def _future_queries(self, inputs: ScorerInputs) -> tuple[Tensor, Tensor]:
         """Return mean ``[B, H, D]`` and covariance ``[B, H, D, D]`` of queries at the ``future`` next positions."""
         sums, queries = inputs.prompt_sums, inputs.queries
-        first = (inputs.lengths - self.window).clamp_min(self.sinks)
-        moments = moments_of(queries, queries.vectors.shape[2], first)
-        if not inputs.decoding:  # the moments of the prompt hold until its first decision
+        if not inputs.decoding and "decided" not in sums:  # the first pass of a prompt
+            moments = _prompt_moments(sums)
+        else:
+            first = (inputs.lengths - self.window).clamp_min(self.sinks)
+            moments = moments_of(queries, queries.vectors.shape[2], first)
+        if not inputs.decoding and "decided" in sums:  # the moments of the prompt hold until its first decision
             decided = sums["decided"]  # [B, 1]
-            pairs = zip((sums[name] for name in Moments._fields), moments, strict=True)
+            pairs = zip(_prompt_moments(sums), moments, strict=True)
             moments = Moments(*(new.where(decided.view(-1, *[1] * (x.ndim - 1)), x) for x, new in pairs))
         covariance = moments.products / moments.number.clamp_min(1)[..., None, None]
         start = inputs.lengths[:, None, None]
@@ -134,6 +137,11 @@ class Moments(NamedTuple):
     number: Tensor  # [B, 1], how many
     mean: Tensor  # [B, H, D]
     products: Tensor  # [B, H, D, D], the sum of products of the differences to the mean
+
+
+def _prompt_moments(sums: Mapping[str, Tensor]) -> Moments:
+    """Return the moments of a prompt's queries so far."""
+    return Moments(*(sums[name] for name in Moments._fields))
 
 
 def moments_of(queries: UnrotatedQueries, last: int, first: Tensor) -> Moments:
