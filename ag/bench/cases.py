@@ -111,10 +111,6 @@ def stream(arena: Arena, context: int, batch: int) -> list[Row]:
     config = arena.config
     if not config.kinds or not {*config.kinds} <= {*KINDS}:
         raise UserError(f"kinds={config.kinds}: expected some of {', '.join(KINDS)}.")
-    if context <= config.recent:
-        raise UserError(
-            f"context={context}: expected more than the {config.recent} recent tokens; give a longer one, or recent=N."
-        )
     ids = arena.tokens(batch, context)
     gate_kinds: dict[str, str | None] = {FULL.name: None, **{f"gates, {kind}": kind for kind in config.kinds}}
     caches: dict[str, EvictionCache] = {}
@@ -128,7 +124,7 @@ def stream(arena: Arena, context: int, batch: int) -> list[Row]:
         next(arena.decode(cache, ids[:, :1]))  # evicts the remaining prompt tokens
         caches[name] = cache
         pause(name)
-        first.pop(name)
+        first.pop(name)  # its bytes are those after the first turn, not those before
         return lambda: next(steps[name])
 
     def pause(name: str) -> None:
@@ -209,14 +205,19 @@ def train(arena: Arena, context: int, batch: int) -> list[Row]:
 
 def memory(arena: Arena, context: int, batch: int) -> list[Row]:
     """Measure the bytes of the cache, and the peak memory of a process that reads a prompt and generates."""
-    rows: list[Row] = []
-    for contestant in contestants(arena.config):
-        measured = measure_alone(generated, arena.config, context, batch, contestant)
-        rows.append({"contestant": contestant.name} | measured)
-    full = next((row for row in rows if row["contestant"] == FULL.name), rows[0])
-    for row in rows:
-        row["KV of full"] = row["KV bytes"] / full["KV bytes"]
-        row["peak of full"] = row["peak over model"] / max(1, full["peak over model"])
+    measured: dict[str, Row] = {}
+
+    def attempt(contestant: Contestant) -> None:
+        measured[contestant.name] = measure_alone(generated, arena.config, context, batch, contestant)
+
+    plan, rows = runnable_contestants(contestants(arena.config), attempt, every=True)
+    full = next((measured[name] for name, contestant in plan.items() if contestant.policy == FULL.policy), None)
+    for name, row in measured.items():
+        shares = {
+            "KV of full": None if full is None else row["KV bytes"] / full["KV bytes"],
+            "peak of full": None if full is None else row["peak over model"] / max(1, full["peak over model"]),
+        }
+        rows.append({"contestant": name} | row | shares)
     return rows
 
 
@@ -281,6 +282,7 @@ def measure_alone(
         try:
             return pool.submit(measure, config, context, batch, contestant).result()
         except Exception as error:  # any error, or the end of the process
+            error.__cause__ = None  # the worker's whole traceback as a text
             case = f"{config.mode}, context={context}, batch={batch}, {contestant}"
             raise UserError(f"{case}: {type(error).__name__}: {first_line(error)}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -29,39 +30,53 @@ def run(invocation: Invocation[BenchConfig]) -> int:
         print(*(f"{config.mode}: context {n}, batch {b}" for n in config.context for b in config.batch), sep="\n")
         return 0
     check_device(config.device)
+
+    def write(results: dict[str, Any]) -> None:
+        folder, text = Path(config.output), markdown(results)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = [folder / f"{config.mode}.{ending}" for ending in ("json", "md")]
+        written[0].write_text(json.dumps(results, indent=2) + "\n")
+        written[1].write_text(text)
+        print(text)
+        print("written:", *written)
+
     try:
-        results = bench(config, invocation.line)
+        results = bench(config, invocation.line, write)
     except torch.OutOfMemoryError as error:
         raise UserError(f"{first_line(error)} Give a smaller context or batch.") from error
     if not results["rows"]:
         raise UserError(f"{config.mode}: nothing could run: {results['skipped'][0]['skipped']}")
-    folder, text = Path(config.output), markdown(results)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = [folder / f"{config.mode}.{ending}" for ending in ("json", "md")]
-    written[0].write_text(json.dumps(results, indent=2) + "\n")
-    written[1].write_text(text)
-    print(text)
-    print("written:", *written)
     return 0
 
 
-def bench(config: BenchConfig, command: str) -> dict[str, Any]:
-    """Measure; return the rows with command, date, machine, configuration and skipped contestants."""
+def bench(
+    config: BenchConfig, command: str, write: Callable[[dict[str, Any]], object] = lambda results: None
+) -> dict[str, Any]:
+    """Measure; return the rows with command, date, machine, configuration and skipped contestants.
+
+    ``write`` is called with them if there are any rows, also before an error goes on: then with those so far.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    described = machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"}
-    arena, rows = Arena(config), []
-    for context in config.context:
-        for batch in config.batch:
-            rows += [{"context": context, "batch": batch} | row for row in CASES[config.mode](arena, context, batch)]
-    return {
+    results: dict[str, Any] = {
         "command": command,
         "date": date.today().isoformat(),
-        "machine": described,
+        "machine": machine(torch.device(config.device)) | {"sdpa": backends(config)[0] or "torch's choice"},
         "config": asdict(config),
-        "rows": [row for row in rows if "skipped" not in row],
-        "skipped": [row for row in rows if "skipped" in row],
+        "rows": [],
+        "skipped": [],
     }
+    arena = Arena(config)
+    try:
+        for context in config.context:
+            for batch in config.batch:
+                for row in CASES[config.mode](arena, context, batch):
+                    kind = "skipped" if "skipped" in row else "rows"
+                    results[kind].append({"context": context, "batch": batch} | row)
+    finally:
+        if results["rows"]:
+            write(results)
+    return results
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -46,7 +46,10 @@ class BenchConfig(SharedModel):
     kv_dtypes: list[KVDtype] = key(
         ["float"], "how this engine's caches store keys and values, a row each: float (the model's type), int8"
     )
-    uneven: bool = key(False, "decode: heads keep different numbers of tokens, which policy=random then draws")
+    uneven: bool = key(
+        False,
+        "decode, prefill, memory: heads keep different numbers of tokens, which policy=random then draws",
+    )
     fill: bool | None = key(
         None,
         "decode, memory: fill the cache with random keys and values instead of reading a prompt; null means in decode "
@@ -75,6 +78,11 @@ class BenchConfig(SharedModel):
         shares = [share for share in self.keep if not 0 < share <= 1]
         if shares:
             raise UserError(f"keep={shares[0]}: expected shares of the prompt, above 0 and up to 1.")
+        if self.mode == "stream" and min(self.context) <= self.recent:
+            raise UserError(
+                f"context={min(self.context)}: expected more than the {self.recent} recent tokens; give a longer one, "
+                "or recent=N."
+            )
         if self.static and (self.mode != "decode" or self.interleaved):
             raise UserError(f"static=[{','.join(self.static)}]: a static cache runs in decode with interleaved=false.")
         for text in self.policy if self.mode in COMPARED else []:

@@ -162,7 +162,7 @@ class CacheState:
         if self.states is not None and bool(left.any()):
             self.states.crop(columns or 0)
         elif self.states is not None:  # the next text may have another batch size
-            recording, self.states = bool(self.states.recording), States.of(self.setup.decoder.config)
+            recording, self.states = bool(self.states.recording), States(self.setup.decoder.config)
             self.states.record(recording)
         if rotation is not None:
             rotation.crop(self.layer_stores, left + removed_tokens, left)

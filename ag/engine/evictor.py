@@ -78,7 +78,8 @@ class Evictor:
         self._layers_left: dict[KVStore, int] = {}  # layers whose scores are still to come in this step
         self._nonfinite: dict[KVStore, Tensor] = {}  # [L, B, Hkv] int32, 1 for rows with a score that was not finite
         self._steps_unchecked = 0  # evicting steps since they were read
-        self._settled_cpu: tuple[Any, dict[int, Tensor]] = None, {}  # budgets.settled, and a copy of it on the host
+        #: ``budgets.settled``, and a copy of it on the host. Where it changes it is a new dict.
+        self._settled_cpu: tuple[Any, dict[int, Tensor]] = None, {}
 
     def fork(self) -> Evictor:
         """Return a copy for another continuation of the text."""

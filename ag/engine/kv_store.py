@@ -235,6 +235,7 @@ class KVStore:
             self.pool.copy(copied, new_blocks)
             self.pool.release(copied)
             _write_table(table, at, new_blocks)
+        # if the last shared block was copied, those before `first` alone are still shared
         self.shared_block_counts[layers] = first.where(end == shared, shared)
 
     def _copied(self, layers: slice, first: Tensor | int, end: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:

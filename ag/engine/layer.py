@@ -105,7 +105,8 @@ class Layer:
             if depends_on_cached or self.chunk is None or bool((first % self.chunk == 0).any()):  # a chunk begins
                 self._free_expired(batch, store, first, batch.counts if batch.step else None)
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
-        if self.num_kv_readers and not batch.is_first_pass:  # the last layer that reads this one's keys evicts
+        if self.num_kv_readers and not batch.is_first_pass:
+            # later layers attend to these keys too; the last of them evicts
             key = "kv_readers", self.index
             readers_left, placed, weights, evictor = batch.notes.get(
                 key, (self.num_kv_readers, placed, weights, evictor)
@@ -314,7 +315,7 @@ class Layer:
     def _free_expired(self, batch: ForwardBatch, store: KVStore, query: Tensor, uncached: Tensor | None = None) -> None:
         """Free the tokens that no query of a token index from ``query`` ``[B]`` on sees.
 
-        ``store`` has made room for ``uncached`` ``[B]`` tokens, which are not stored yet. None: for no others.
+        ``store`` counts ``uncached`` ``[B]`` tokens already, which are not stored yet. None: it counts none.
         """
         dense = self._dense(batch) and not batch.ends_prompt  # later parts of the prompt see all tokens
         # scorers look back at queries that see further, except after the border of a chunk

@@ -35,7 +35,8 @@ class SequenceState:
     text_len: Tensor  # tokens of the prompt when its first part came
     #: Tokens at the last eviction, or at the last removal of hidden tokens; :meth:`crop` goes back no further.
     evicted_at: Tensor
-    #: Tokens that can no longer be taken back: the tokens of the prompt, and of all passes but the last.
+    #: Tokens that can no longer be taken back: the tokens of the prompt, and of all passes but the last. In a sequence
+    #: that had no token in the last pass these are all of its tokens.
     settled: Tensor
     #: Tokens held per KV head, on average, as the schedule counts them.
     num_held: Tensor

@@ -48,7 +48,8 @@ class TokenIds:
     def end(self, tokens: Tensor | None, batch: int) -> None:
         """Note the text ``[B, T]`` after generation, and forget the announced text."""
         self.announced = None
-        if tokens is not None and self.ids is not None and len(self.ids) == len(tokens) == batch:  # no beams
+        if tokens is not None and self.ids is not None and len(self.ids) == len(tokens) == batch:
+            # as many answers as texts, so that each row is still its own text; not so after beams
             self.ids = tokens
 
     def cut(self, columns: int) -> None:

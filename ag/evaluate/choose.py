@@ -32,6 +32,7 @@ from ag.training.memory_plan import GIB, USABLE
 NOTHING_HOLDS = 1  # exit code
 REQUEST = 4096  # tokens of a request that is counted on a card
 MIB = 1 << 20
+FIXED = "with answers of one token, which is predicted before the eviction (schedule=blocks:m evicts earlier)"
 
 
 @dataclass
@@ -123,17 +124,22 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
     worker = Worker(comparison, "")
     task, tokenizer = cells[0].task, worker.tokenizer
     loaded = task.load(tokenizer, config.samples, worker.max_tokens)
-    rows = [row for row in loaded.samples if task.reads_on(row)]
-    if len(rows) < len(loaded.samples):
-        num_fixed = len(loaded.samples) - len(rows)
-        tell(f"{num_fixed} rows are left out: their answers of one token are predicted before the eviction")
+    prefills = [(cell, worker.prefill(cell)) for cell in cells[1:]]  # the first is the full cache
+    rows = [row for row in loaded.samples if not all(cell.untouched([row], prefill) for cell, prefill in prefills)]
+    num_fixed = len(loaded.samples) - len(rows)
+    counts = ((loaded.too_long, "too long"), (loaded.too_short, "too short"), (num_fixed, FIXED))
+    reasons = [f"{number} {reason}" for number, reason in counts if number]
+    if not rows:
+        raise UserError(
+            f"no row can be measured: {', '.join(reasons) or 'there is none'}; expected prompts that policies evict "
+            "from, with answers that they can change."
+        )
+    if reasons:
+        tell(f"rows that are left out: {', '.join(reasons)}")
     random.Random(config.seed).shuffle(rows)  # a file may be sorted
     num_search = max(1, round(config.search * len(rows)))
     clip = config.clip or (SCORE_CLIP if task.higher_is_better else CLIP)
     _check_rows(config, clip, len(rows) - num_search)
-    for reason, number in (("long", loaded.too_long), ("short", loaded.too_short)):
-        if number:
-            tell(f"{number} rows are too {reason} and left out")
     full, *candidates = [
         Candidate(cell.label, cell.policy.with_tokenizer(tokenizer), Trial(float(cell.policy.budget or 1)))
         for cell in cells

@@ -65,9 +65,17 @@ def table(comparison: Comparison, names: dict[str, str], values: dict[str, dict[
         out.add_row(
             names[row.key],
             f"{row.mean:.4f}",
-            "" if math.isnan(row.difference) else f"{row.difference:+.4f} +- {row.difference_error:.4f}",
+            _difference_text(row),
             "" if accuracy is None else f"{accuracy:.1%}",
             f"{1 - row.kept:.1%}",
             f"{kv_bytes:,}",
         )
     return out
+
+
+def _difference_text(row: Row) -> str:
+    """Return the difference with its standard error, which a single sample does not have."""
+    if math.isnan(row.difference):
+        return ""
+    error = "" if math.isnan(row.difference_error) else f" +- {row.difference_error:.4f}"
+    return f"{row.difference:+.4f}{error}"

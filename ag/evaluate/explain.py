@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ from ag.engine import EvictionCache, Policy, policy
 from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.inside import KeptTokens, RecordedPass, attention_map, gate_map, output_errors, record_kept_tokens
-from ag.evaluate.tasks import Sample
 from ag.files import file_names
 from ag.gates import export
 from ag.gates.figures import DPI, keep_pattern
@@ -58,7 +58,7 @@ def explain(config: ExplainConfig) -> Iterator[tuple[str, Figure]]:
         raise UserError(f"task={config.task}: no prompt has tokens={config.tokens}; ask for fewer.")
     if config.gates and config.adapter and export.adapter_path(config.gates):
         model = export.load_adapter(model, config.gates)  # type: ignore[assignment]
-    prompts = [Sample(text.id, text.prompt[: config.tokens - config.continuation]) for text in texts]
+    prompts = [replace(text, prompt=text.prompt[: config.tokens - config.continuation]) for text in texts]
     policies = [planned.with_tokenizer(tokenizer) for planned in plan.values()]
     views = dict(zip(plan, record_kept_tokens(model, tokenizer, policies, prompts, config.tokens), strict=True))
     if "keep" in config.pictures:

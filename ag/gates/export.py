@@ -160,7 +160,7 @@ def _info(
 def check(gates: Gates | None, adapter: PeftModel | None, *, path: StrPath | None = None, merge: bool = False) -> None:
     """Raise the errors of :func:`save`, :func:`save_adapter` or :func:`save_merged` before a training run.
 
-    Without gates the adapter is written alone. A ``path`` of None means that the folder does not exist yet.
+    Without gates the adapter is written alone. A ``path`` of None means that the folder is made later.
     """
     target = Path("export" if path is None else path).resolve()
     if path is not None:

@@ -71,6 +71,7 @@ class Gating(Interceptor):
         if prompt_length is not None and first is not None:
             raise UserError("A row of several documents has no prompt: give Gating first or prompt_length, not both.")
         valid = valid.bool()
+        #: Subtracted from all logits, so that the configured boundary acts as ``boundary``.
         self._shift = 0.0 if boundary is None else boundary - config.boundary
         token_indices = valid.cumsum(1) - 1
         #: ``[B, T]`` bool: the tokens of the prompts.
@@ -78,6 +79,7 @@ class Gating(Interceptor):
         #: ``[B, T]`` bool: the tokens that gates may evict. Losses and metrics count these.
         self.evictable = valid if config.covers == "all" else self.in_prompt
         columns = torch.arange(1, valid.shape[1] + 1, device=valid.device)
+        #: Columns up to the last evictable token, which gates are run on.
         self._end = int((self.evictable * columns).amax())
         gate_valid = self.evictable if config.scope == "prompt" else valid
         gate_valid = gate_valid[:, : self._end]

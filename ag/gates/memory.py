@@ -45,7 +45,7 @@ class GateMemory(Attributes):
     #: Keys, values and token indices of the last pass.
     new: tuple[Tensor, Tensor] | None = None
     _max_tokens: int = 0  # upper bound of the tokens of the longest sequence
-    _even: bool = True  # whether every sequence has exactly this number, because no pass was padded
+    _even: bool = True  # whether all have exactly so many, because no pass was padded: no slot is empty
 
     def reset(self) -> None:
         """Forget everything."""

@@ -117,11 +117,12 @@ def stored_nbytes(name: str, revision: str | None = None) -> int:
 
 
 def checksums(name: str) -> dict[str, str]:
-    """Return the checksums of configuration and weights in a local folder, by file; none for an alias or hub id."""
+    """Return the checksums of the files that :func:`load_base` reads in a local folder; none for an alias or hub id."""
     folder = Path(name).expanduser()
     if name in BASES or not os.path.isdir(folder):
         return {}
-    return {x.name: checksum(x) for kind in ("config.json", *WEIGHTS) for x in sorted(folder.glob(kind))}
+    patterns = "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.jinja", *WEIGHTS
+    return {x.name: checksum(x) for kind in patterns for x in sorted(folder.glob(kind))}
 
 
 def _resolve_alias(source: Source, hub: str, revision: str | None) -> str:

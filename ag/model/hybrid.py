@@ -91,7 +91,10 @@ class States(Cache):
             layer.record_past = on
 
     def recorded(self, columns: int) -> int:
-        """Return how many of the ``columns`` that were read can be taken back."""
+        """Return how many of the ``columns`` that were read can be taken back.
+
+        A state that holds all columns can give all of them back, and a longer past what exceeds the kernel.
+        """
         states = [(x, layer.conv_kernel_size[n]) for layer in self.recording for n, x in layer.conv_states.items()]
         widths = [(x.shape[-1], size) for x, size in states if x is not None]
         return min((width if width >= columns else width - size for width, size in widths), default=0)
@@ -157,7 +160,7 @@ class Arranged(NamedTuple):
     columns: Tensor | None  # [b, w], which columns of the call are read, -1 on padding; None means all as they came
     positions: Tensor | None  # [..., b or 1, w], of these columns; None means that the model counts them
     valid: Tensor | None  # [b, w] bool, which columns are tokens; None means all
-    order: Tensor | None = None  # [b, w], where the left-aligned tokens of a sequence stand; None means in every column
+    order: Tensor | None = None  # [b, w], the column of each token in left-aligned order; None means its own place
     rows: Tensor | None = None  # [b], the sequences of the batch that have a token; None means all
     batch: int = 0  # sequences of the batch, where some have no token
 

@@ -1,7 +1,6 @@
 """Interceptors compute a model's attention: gates do in training, and the forward pass of a cache does in inference.
 
-An :class:`Interceptor` arrives as the keyword argument ``gating``, or as the attribute ``interceptor`` of the model's
-cache, which is an ordinary ``Cache`` of transformers.
+How an :class:`Interceptor` arrives is said in :mod:`ag.model.hooks`.
 """
 
 from __future__ import annotations

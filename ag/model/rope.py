@@ -169,7 +169,8 @@ class RopeByText:
     def _set(self, length: int, x: Tensor) -> tuple[nn.Module, Tensor | None]:
         """Return what rotates texts of this length, and their size ``[1, 1, D]`` of a sine and a cosine together.
 
-        None means that the size is right: PhiMoE alone takes it from the longest position too.
+        None means that cosines and sines have one size at all positions. In PhiMoE it depends on the longest position
+        of a pass, so that it is measured once and put back.
         """
         kind, forward = (length, x.device), type(self.rotary).forward
         if kind not in self._sets:

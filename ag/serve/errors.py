@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ag.engine.block_pool import PoolFullError
-from ag.engine.evictor import NonFiniteScoreError
 from ag.errors import UserError
 from ag.serve.scheduler import QueueFullError, QueueTimeoutError, StoppedError
 
@@ -33,7 +32,7 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: RETRY, 503: RETRY}
 STATUSES: Sequence[tuple[Any, int, str | None]] = (
     (QueueFullError, 429, "queue_full"),
     ((StoppedError, QueueTimeoutError, PoolFullError), 503, None),
-    (NonFiniteScoreError, 500, None),  # the model's numbers, or another request of its batch
+    (FloatingPointError, 500, None),  # the model's numbers, or another request of its batch
     (UserError, 400, None),
     (ClientDisconnect, 499, None),  # nobody reads it
 )

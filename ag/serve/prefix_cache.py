@@ -10,6 +10,7 @@ token, plus one if the token is protected (:func:`key_of`). Texts with different
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 
@@ -52,7 +53,8 @@ class PrefixCache:
         The length is a multiple of the block size, less than the text's, and 0 below ``MIN_PREFIX_TOKENS``. The text
         itself is among the recent ones.
         """
-        _, longest = sorted([0, 0, *(_common_length(key, other) for other in self.recent_keys)], reverse=True)[:2]
+        # the largest is the text's own length; the zeros stand for texts where there are fewer than two
+        _, longest = heapq.nlargest(2, [0, 0, *(_common_length(key, other) for other in self.recent_keys)])
         length = min(longest, len(key) - 1) // BLOCK * BLOCK
         return length if length >= MIN_PREFIX_TOKENS else 0
 

@@ -33,7 +33,14 @@ class Sampler:
             token_ids: ids ``[T]`` of the prompt and the completion so far, on the CPU.
             logits: ``[V]`` float32, on the CPU.
             allowed: ``[V]`` bool, tokens that may be sampled. None: all tokens.
+
+        Raises:
+            FloatingPointError: the model gave NaN or infinity.
         """
+        if not logits.max().isfinite():  # NaN is the maximum of any logits that have one
+            raise FloatingPointError(
+                "the model's logits have NaN or infinity: expected finite numbers; look at the weights and the dtype."
+            )
         allowed_logits = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
         scores: Tensor = self._processors(cast("Any", token_ids[None]), cast("Any", allowed_logits[None]))[0]
         if self._greedy:

@@ -121,6 +121,8 @@ class OutputParser:
     """
 
     def __init__(self, calls: ToolCallFormat, prompt: str, tools: Sequence[Any], parallel: bool) -> None:
+        # Private fields of transformers' parser, which shows no state in public: `_buffer` is its text, of which it has
+        # read `_pos` characters, and `_body` is the text so far of its open region, which is named `_current`.
         self._parser = ResponseParser(dict(calls.response), prefix=prompt, tools=[*tools])
         # characters of the parser's text that were emitted, or belong to no part
         self._num_emitted = len(self._parser._buffer)

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ag.errors import UserError
 from ag.vllm.pages import Pages
-from ag.vllm.placement import Geometry, Placement, kept_tokens, place
+from ag.vllm.placement import Geometry, Placement, kept_tokens, place_request
 from ag.vllm.ranking import Candidates, keep_mask
 from ag.vllm.scheduler import EvictionSpec
 from ag.vllm.settings import CACHE_TYPES, protected_tokens, settings_of
@@ -136,7 +136,8 @@ class PackedRequest:
         taken: ``[L, H]`` long, minis that these take.
         minis: ``[L, H, W]`` int32, minis of each row, the first ``taken`` and those of new tokens.
         token_indices: ``[L, H, S]`` int32 of the tokens that stayed. None: the rows are not evicted from again.
-        layer_totals: ``[L]`` long, tokens that each layer kept at the end of the prompt, or as yet.
+        layer_totals: ``[L]`` long, tokens that each layer kept at the end of the prompt; while the prompt is read, at
+            the last eviction.
         tail_blocks: blocks of new tokens that ``minis`` has.
     """
 
@@ -271,7 +272,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
             state = self.runner().requests[request]
             prompt = state.num_prompt_tokens
             protected = protected_tokens(state.sampling_params, prompt)
-            self.prompts[request] = prompt, protected, place(self.geometry, prompt, protected)
+            self.prompts[request] = prompt, protected, place_request(self.geometry, state.sampling_params, prompt)
         return self.prompts[request]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
@@ -282,7 +283,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         requests = [] if runner is None else runner.input_batch.req_ids[: common.num_reqs]
         packed: list[int] = []
         whole_rows: list[int] = []
-        reading: list[int] = []  # of these
+        reading: list[int] = []  # those of the whole rows whose tokens gates read
         changed = packed_read = False
         for row in range(common.num_reqs):
             if row >= len(requests):

@@ -80,6 +80,7 @@ def install() -> None:
     """Patch vLLM's functions. Engines without ag's settings behave as before."""
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -89,14 +90,15 @@ def install() -> None:
     KVCacheSpecRegistry._ensure_registered()  # first: it does nothing once the registry has any entry
     from ag.vllm import gate_operator
     from ag.vllm.backend import EvictionBuilder
-    from ag.vllm.scheduler import EvictionManager, EvictionSpec
+    from ag.vllm.scheduler import EndsChunks, EvictionManager, EvictionSpec
 
     KVCacheSpecRegistry.register(EvictionSpec, EvictionManager, uniform_type_base_spec=FullAttentionSpec)
     gate_operator.install()
-    initialize, update, verify = (
+    initialize, update, verify, preprocess = (
         GPUModelRunner.initialize_metadata_builders,
         GPUModelRunner._update_states,
         SamplingParams.verify,
+        EngineCore.preprocess_add_request,
     )
 
     @functools.wraps(initialize)
@@ -122,10 +124,18 @@ def install() -> None:
             raise VLLMValidationError(str(error), parameter=PROTECT) from error  # the server's status 400
         verify(self, *args, **kwargs)
 
+    @functools.wraps(preprocess)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        result = preprocess(self, request)
+        if isinstance(self.scheduler, EndsChunks):
+            self.scheduler.check(result[0])  # an error in the scheduler itself would end the engine
+        return result
+
     GPUModelRunner.ag_builders = ()
     GPUModelRunner.initialize_metadata_builders = initialize_metadata_builders
     GPUModelRunner._update_states = update_states
     SamplingParams.verify = verify_params
+    EngineCore.preprocess_add_request = preprocess_add_request
 
 
 def prepare(arguments: Any, policy: Policy) -> None:

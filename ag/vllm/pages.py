@@ -127,7 +127,8 @@ class Pages:
         free = (self.row_minis + blocks[:, None] * heads).flatten()
         end = taken.flatten().cumsum(0).view_as(taken)
         assert int(end[-1, -1]) <= len(free), "placement.place counts fewer minis than rows need"
-        # kernels multiply what lies past a row's end by 0, and half of a logit may be NaN as a number of 16 bits
+        # A block that held logits may hold NaN patterns in 16 bits. Kernels multiply what lies past a row's end by 0,
+        # and 0 x NaN is NaN: clear them.
         self.minis[(self.logits_minis + blocks[:, None] * heads).flatten()] = 0
         index = torch.arange(int(taken.max()) + 8, device=keep.device)
         inside = index < taken[..., None]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from ag import retention
-from ag.vllm.settings import Settings
+from ag.errors import UserError
+from ag.vllm.settings import PROTECT, Settings, protected_tokens
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,13 @@ class Placement:
         """Return the length of the block table for so many tokens of the text."""
         if tokens <= self.first:
             return -(-tokens // block_size)
+        # The tail holds the new tokens since the last eviction: those of the prompt behind `first`, or of the answer.
+        # A table never shrinks, so that it is as long as the longest run of tokens between evictions so far.
         prompt, block, steps = self.schedule.prompt, self.schedule.block, self.schedule.steps
         in_prompt, in_answer = min(tokens, prompt) - self.first, tokens - max(self.first, prompt)
         in_prompt = in_prompt if block is None else min(in_prompt, block)
-        longest_run = max(in_prompt, in_answer if steps is None else min(in_answer, steps))
+        in_answer = in_answer if steps is None else min(in_answer, steps)
+        longest_run = max(in_prompt, in_answer)
         return max(self.whole_blocks, self.tail + -(-longest_run // block_size))
 
 
@@ -123,7 +128,8 @@ def kept_tokens(geometry: Geometry, prompt: int, protected: int, tokens: int) ->
         protected: first tokens of the prompt that the request protects.
         tokens: of the text so far.
     """
-    return max(_budget_and_protected(geometry, prompt, protected, tokens))
+    budget, counts = _budget_and_protected(geometry, prompt, protected, tokens)
+    return max(budget, *counts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -139,7 +145,7 @@ def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | No
         protected: first tokens of the prompt that the request protects.
     """
     size, policy = geometry.block_size, geometry.settings.made_policy
-    budget, in_prompt, in_longest = _budget_and_protected(geometry, prompt, protected, prompt, geometry.longest)
+    budget, (in_prompt, in_longest) = _budget_and_protected(geometry, prompt, protected, prompt, geometry.longest)
     schedule = Schedule(prompt, max(prompt, budget), policy.block, policy.steps)
     first = schedule.after(0)
     while first is not None and kept_tokens(geometry, prompt, protected, first) >= first:
@@ -170,19 +176,56 @@ def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | No
     return placement
 
 
+def place_request(geometry: Geometry, params: Any, prompt: int) -> Placement | None:
+    """Return where a request of vLLM lies after evictions. None: it stays whole.
+
+    vLLM's cache may have no more than :func:`most_blocks`. A request that needs more, because it protects many tokens,
+    would wait for ever, and all requests behind it: it stays whole, if its whole text needs no more.
+
+    Args:
+        geometry: of the engine.
+        params: vLLM's sampling parameters of the request. None: it has none.
+        prompt: tokens of the prompt.
+
+    Raises:
+        UserError: the request may need more blocks than there are, packed and whole.
+    """
+    protected, size = protected_tokens(params, prompt), geometry.block_size
+    placement = place(geometry, prompt, protected)
+    if placement is None or not protected:
+        return placement
+    answer = getattr(params, "max_tokens", None)
+    text = geometry.longest if answer is None else min(prompt + answer, geometry.longest)
+    packed, whole, most = placement.places(text, size), -(-text // size), most_blocks(geometry)
+    if packed <= most:
+        return placement
+    if whole <= most:
+        return None
+    raise UserError(
+        f"{PROTECT}={protected} of a prompt of {prompt} tokens: the request may need {min(packed, whole)} blocks of "
+        f"{size} tokens: expected at most {most}, as many as one that protects nothing may need; protect fewer tokens."
+    )
+
+
+@functools.lru_cache(maxsize=64)
 def most_blocks(geometry: Geometry) -> int:
-    """Return the blocks that a request of the longest text needs if it protects nothing."""
-    size, dense = geometry.block_size, -(-geometry.longest // geometry.block_size)
-    # with a long answer, or with a long prompt in its first packed pass
-    placements = place(geometry, 1), place(geometry, geometry.longest)
-    return max(dense if x is None else x.places(geometry.longest + 1, size) for x in placements)
+    """Return the most blocks that a request needs, up to the longest text, if it protects nothing."""
+    size, longest = geometry.block_size, geometry.longest
+    # A long answer; or a long prompt in its first packed pass, of any number of tokens in the last block.
+    prompts = [1, *range(max(1, longest - size), longest + 1)]
+    if geometry.settings.made_policy.block is not None:
+        # Rows and answer lie side by side in the end. A longer prompt has more rows: the worst is, for each number of
+        # blocks of the answer, the longest prompt.
+        prompts += range(longest - 1, 0, -size)
+    placements = (place(geometry, prompt) for prompt in prompts)
+    return max(-(-longest // size) if x is None else x.places(longest + 1, size) for x in placements)
 
 
-def _budget_and_protected(geometry: Geometry, prompt: int, protected: int, *tokens: int) -> tuple[int, ...]:
-    """Return the budget of a KV head, and how many of so many tokens of the text are protected, for each number."""
+def _budget_and_protected(geometry: Geometry, prompt: int, protected: int, *tokens: int) -> tuple[int, tuple[int, ...]]:
+    """Return the budget of a KV head, and for each number of tokens of the text how many of these are protected."""
     scorer, length = geometry.settings.made_policy.scorer, torch.tensor([prompt])
     assert scorer is not None
     budget = geometry.settings.made_policy.capacity(length)
     marked = torch.ones(len(tokens), protected, dtype=torch.bool) if protected else None
     counts = retention.count_protected(torch.tensor(tokens), *scorer.limits(budget), marked)
-    return int(budget), *counts.tolist()
+    return int(budget), tuple(counts.tolist())

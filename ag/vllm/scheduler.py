@@ -12,8 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ag.errors import UserError
-from ag.vllm.placement import Geometry, Placement, most_blocks, place
-from ag.vllm.settings import protected_tokens
+from ag.vllm.placement import Geometry, Placement, most_blocks, place_request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +53,8 @@ class EvictionManager(FullAttentionManager):
 
     def placement(self, request: Any) -> Placement | None:
         """Return where a request lies once it is evicted from. None: it stays whole."""
-        protected = protected_tokens(request.sampling_params, request.num_prompt_tokens)
-        found: Placement | None = place(self.kv_cache_spec.geometry, request.num_prompt_tokens, protected)
-        return found
+        geometry: Geometry = self.kv_cache_spec.geometry
+        return place_request(geometry, request.sampling_params, request.num_prompt_tokens)
 
     def table_length_in_tokens(self, request_id: str, tokens: int) -> int:
         """Return the number of tokens that gives this request's real block table for ``tokens`` tokens of its text.
@@ -95,20 +93,26 @@ class EvictionManager(FullAttentionManager):
         super().cache_blocks(request, min(num_tokens, request.num_prompt_tokens), *args, **kwargs)
 
 
-class _EndsChunks:
+class EndsChunks:
     """Ends a chunk where an eviction is due, also for a request that was preempted and computes its answer anew."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.need_mamba_block_aligned_split = True  # the only hook that cuts chunks
+        # vLLM calls `_mamba_block_aligned_split` for each chunk if this is true; no other place of a scheduler can end
+        # one.
+        self.need_mamba_block_aligned_split = True
         (self.manager,) = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         self.manager.requests = self.requests  # type: ignore[attr-defined]
 
-    def add_request(self, request: Any) -> None:
-        """Take a request, unless its prompt may grow after it was evicted from."""
+    def check(self, request: Any) -> None:
+        """Refuse a request before it is added, where an error ends this request alone.
+
+        Raises:
+            UserError: its prompt may grow after it was evicted from, or it may need more blocks than there are.
+        """
         if request.resumable:
-            raise UserError("ag in vLLM: a prompt that comes in parts (streaming input): expected whole prompts.")
-        super().add_request(request)  # type: ignore[misc]
+            raise UserError("ag in vLLM: a prompt that comes in parts (streaming input): expected a whole prompt.")
+        self.manager.placement(request)
 
     def _mamba_block_aligned_split(
         self, request: Any, num_new_tokens: int, num_new_local_computed_tokens: int = 0, num_external: int = 0
@@ -119,9 +123,9 @@ class _EndsChunks:
         return num_new_tokens if end is None else min(num_new_tokens, end - num_read)
 
 
-class EvictionScheduler(_EndsChunks, Scheduler):
+class EvictionScheduler(EndsChunks, Scheduler):
     """vLLM's scheduler."""
 
 
-class AsyncEvictionScheduler(_EndsChunks, AsyncScheduler):
+class AsyncEvictionScheduler(EndsChunks, AsyncScheduler):
     """vLLM's scheduler that plans a step while the one before runs."""

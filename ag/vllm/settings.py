@@ -85,9 +85,13 @@ class Settings:
                 raise UserError(f"additional_config {KEY}: {name}={value!r:.80}: expected a text.")
         options = {name: value for name, value in settings_given.items() if name not in ("gates", "policy", "budget")}
         spec, gates = PolicySpec.parse(settings_given.get("policy", "gates")), settings_given.get("gates")
-        if gates and (not spec.reads_gates or Path(gates) != Path(spec.path or gates)):
-            reads = f"names {spec.path}" if spec.path else "reads no gates"
-            raise UserError(f"additional_config {KEY}: gates={gates} and policy={spec}, which {reads}: leave one out.")
+        if gates:
+            same_export = spec.reads_gates and Path(gates) == Path(spec.path or gates)
+            if not same_export:
+                reads = f"names {spec.path}" if spec.path else "reads no gates"
+                raise UserError(
+                    f"additional_config {KEY}: gates={gates} and policy={spec}, which {reads}: leave one out."
+                )
         spec = spec.with_gates(gates or None, '"gates": "EXPORT"')
         return _checked(cls(str(spec), settings_given["budget"], json.dumps(options, sort_keys=True)))
 

@@ -57,6 +57,26 @@ def test_a_run_writes_its_files(tmp_path, capsys):
     assert table in capsys.readouterr().out and table.count("\n| ") == 1 + len(found)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_an_error_loses_no_context_that_was_measured(error, tmp_path, monkeypatch):
+    read = Arena.read
+
+    def failing(arena, cache, ids, contestant):
+        if ids.shape[1] == 128:
+            raise error("no more")
+        read(arena, cache, ids, contestant)
+
+    monkeypatch.setattr(Arena, "read", failing)
+    words = ["prefill", "model=random:tiny", "context=[64,128]", "rounds=1", "warmup=0", f"output={tmp_path}"]
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        raise SystemExit(main(words))
+    rows = json.loads((tmp_path / "prefill.json").read_text())["rows"]
+    assert [(row["context"], row["contestant"]) for row in rows] == [
+        (64, name) for name in ("transformers", "full", "random 0.2")
+    ]
+    assert "| 64 |" in (tmp_path / "prefill.md").read_text()
+
+
 def test_decode_counts_bytes_and_the_roofline(model):
     rows = {row["contestant"]: row for row in rows_of("decode", batch=[2], kv_dtypes=["float", "int8"])}
     assert [*rows] == ["transformers", "full", "random 0.25", "full int8", "random 0.25 int8"]
@@ -98,6 +118,18 @@ def test_memory_falls_with_what_is_kept(threads):
     assert plain["KV bytes"] == 2 * 2 * 2 * 16 * 4 * 1024
     assert full["KV of full"] == 1
     assert 0.25 <= few["KV of full"] <= 0.3
+
+
+def test_memory_is_compared_with_the_full_cache_that_runs(threads):
+    """A variant of transformers that cannot run is named, and the others are measured."""
+    found = bench(
+        BenchConfig(mode="memory", **SMALL | {"sdpa": ["flash", "cudnn"], "kv_dtypes": ["int8"]}), "a command"
+    )
+    plain, full, few = found["rows"]
+    assert (full["contestant"], few["contestant"]) == ("full int8", "random 0.25 int8")
+    assert full["KV of full"] == 1 and plain["KV of full"] == plain["KV bytes"] / full["KV bytes"]
+    (row,) = found["skipped"]
+    assert row["contestant"] == "transformers, cudnn" and "backend" in row["skipped"]
 
 
 def test_training_compares_gates_with_lora(threads):
@@ -281,7 +313,7 @@ def test_the_first_word_names_the_mode():
         ("prefill context=[0]", ("context=[0]", "batch=[1]")),
         ("train device=cuda", ("CUDA",)),
         ("stream kinds=[mpl]", ("kinds=['mpl']", "attention, linear", "mlp")),
-        ("stream context=[64]", ("context=64", "recent=N")),
+        ("stream context=[256,64]", ("context=64", "recent=N")),
         ("decode policy=[flags]", ("policy=flags", "random")),
         ("prefill policy=[gates@heads]", ("policy=gates@heads", "gates:EXPORT", "flags")),
         ("decode static=[math] interleaved=true", ("static=[math]", "interleaved=false")),

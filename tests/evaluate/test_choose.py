@@ -144,6 +144,34 @@ def test_rows_that_cannot_show_it_are_refused_before_the_first_is_read(words, ca
     names(capsys.readouterr().err, "loss=0.5", "clip=0.5")
 
 
+def test_answers_of_one_token_are_rows_if_a_policy_can_change_them(config, tmp_path):
+    """Prompts of 24 tokens, so that eviction acts after blocks of 16; after the prompt it is too late."""
+    file = tmp_path / "short.jsonl"
+    texts = [{"context": f"{'abcd' * 5}{number:02}", "question": "?", "answer": "y"} for number in range(40)]
+    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    given = {"data": str(file), "task_options": {"question": "before"}, "policies": ["knorm"], "shares": [0.5]}
+    with refuses(UserError, "no row can be measured", "40 with answers of one token", "schedule=blocks:m"):
+        choose(config(**given), print)
+    told = []
+    decision = choose(config(**given, schedule="blocks:16", loss=0.3), told.append)
+    assert decision.num_search == 12 and "left out" not in " ".join(told)
+    assert any(decision.candidates[0].trial.search)
+
+
+def test_rows_that_are_left_out_are_told_first(config, tmp_path):
+    """Also if no row or too few rows are left."""
+    file, told = tmp_path / "long.jsonl", []
+    given = {"data": str(file), "max_tokens": 30}
+    text = {"context": "a" * 40, "question": "?", "answer": "yes"}
+    file.write_text(json.dumps(text) + "\n")
+    with refuses(UserError, "no row can be measured", "1 too long"):
+        choose(config(**given), told.append)
+    file.write_text("".join(json.dumps(each) + "\n" for each in (text, text | {"context": "a"})))
+    with refuses(UserError, "0 rows are left for the test"):
+        choose(config(**given), told.append)
+    assert told == ["rows that are left out: 1 too long"]
+
+
 def test_a_folder_that_cannot_be_made_is_refused_before_the_first_row_is_read(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Own, "run", lambda *_: pytest.fail("a row was read"))
     (tmp_path / "file").touch()

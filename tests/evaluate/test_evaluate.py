@@ -127,6 +127,13 @@ def test_budgets_samples_and_another_place(run, tmp_path, capsys):
     assert [shlex.split(command) for command in commands] == [["python", "-m", "ag.evaluate", *words]]
 
 
+def test_a_single_sample_has_a_difference_without_an_error(run, capsys):
+    folder, *_ = run("gates")
+    assert main([f"run={folder}", "samples=1"]) == 0
+    out = capsys.readouterr().out
+    assert "nan" not in out and "+-" not in out
+
+
 def test_a_run_is_evaluated_on_its_own_model(run):
     folder, *_ = run("gates")
     with refuses(UserError, "model=smollm2", f"run={folder}", "leave model out"):

@@ -80,6 +80,17 @@ def test_gates_without_attention_leave_out_one_picture(words, gates, tmp_path, c
     names(capsys.readouterr().err, "layer 0 has no gate; expected some of [1, 2]")
 
 
+def test_protected_tokens_are_kept(tiny_folder, monkeypatch):
+    """As a comparison keeps them: the system prompt of the instructions, of which the text is cut."""
+    drawn = []
+    monkeypatch.setattr(explain, "keep_pattern", lambda kept, texts: drawn.append(kept))
+    options = {"haystack": "noise", "lengths": [480], "rules": 2}
+    given = {"model": str(tiny_folder), "task": "instructions_4_protected", "task_options": options, "samples": 1}
+    [_] = explain.explain(ExplainConfig(**given, policies=["random"], tokens=400, pictures=["keep"]))
+    [kept] = drawn
+    assert kept[..., :80].all() and kept.mean() < 0.5
+
+
 def test_policies_have_pictures_of_their_own(words, tmp_path):
     """Labels differ in a dot alone, or are what a path becomes in the name of a file."""
     assert main([*words, *PPL, "policies=[a.b=h2o,a_b=tova]", "pictures=[keep]"]) == 0

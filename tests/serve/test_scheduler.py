@@ -342,6 +342,7 @@ def test_scores_that_are_not_finite_end_the_answers_of_their_batch(tiny_llama, t
         return states
 
     model.model.embed_tokens.register_forward_hook(overflow)
+    model.lm_head.register_forward_hook(lambda module, given, logits: logits.nan_to_num())  # or they end the answer
     pool = ag.Pool(model, 2**22)
     scheduler = Scheduler(model, tiny_tokenizer, POLICIES["every"], pool)
     requests = [Request(tokens=text(draw, 40), max_tokens=30, ignore_eos=True) for _ in range(3)]
@@ -360,6 +361,23 @@ def test_scores_that_are_not_finite_end_the_answers_of_their_batch(tiny_llama, t
         read(broken)
     assert read(late) == alone(model, POLICIES["every"], requests[2]) and late.reason == "length"
     assert pool.free == pool.capacity and not scheduler.failed
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_the_answer(tiny_llama, tiny_tokenizer, temperature):
+    """The greatest of them would be the first NaN, which is no answer."""
+    model, draw, overflows = model_for(tiny_llama, "full"), random.Random(4), [False]
+    model.lm_head.register_forward_hook(lambda module, given, logits: logits * torch.nan if overflows[0] else None)
+    pool = ag.Pool(model, 2**22)
+    scheduler = Scheduler(model, tiny_tokenizer, "full", pool)
+    request = Request(tokens=text(draw, 30), max_tokens=6, temperature=temperature, ignore_eos=True)
+    [stream] = scheduler.submit(request)
+    scheduler.step()
+    overflows[0] = True
+    finish(scheduler)
+    with refuses(FloatingPointError, "NaN"):
+        read(stream)
+    assert pool.free == pool.capacity
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-20])

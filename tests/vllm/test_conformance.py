@@ -90,7 +90,7 @@ USED = {
     "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (
         "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens"
     ),
-    "vllm.v1.core.sched.scheduler:Scheduler.add_request": "self request",
+    "vllm.v1.engine.core:EngineCore.preprocess_add_request": "self request",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler.__init__": "self args kwargs",
 }
 #: Names that ag/vllm reads within functions of vLLM, where no signature shows them: by function, words of its source.
@@ -113,6 +113,10 @@ READ = {
         "customize_attention_spec",
     ],
     "vllm.v1.worker.utils:customize_attention_spec": ["backend.customize_spec(spec)"],
+    "vllm.v1.engine.core:EngineCoreProc.process_input_sockets": [
+        "self.preprocess_add_request(",
+        "self._handle_request_preproc_error(",
+    ],
     "vllm.model_executor.layers.attention.attention:Attention.__init__": [
         "get_impl_cls()",
         "static_forward_context[prefix] = self",
@@ -158,7 +162,10 @@ def test_requests_and_batches_have_what_is_read():
         text = inspect.getsource(kind)
         assert [name for name in names if name not in text] == [], kind
     for function, names in (
-        (Request.__init__, ["self.num_prompt_tokens", "self.num_computed_tokens", "self.sampling_params"]),
+        (
+            Request.__init__,
+            ["self.num_prompt_tokens", "self.num_computed_tokens", "self.sampling_params", "self.resumable"],
+        ),
         (InputBatch.__init__, ["self.req_id"]),
     ):
         text = inspect.getsource(function)

@@ -1,14 +1,17 @@
 """Blocks that vLLM's scheduler counts are as many as rows can need, and no rows need more."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ag
 from ag.engine.sequences import SequenceState
-from ag.vllm.placement import Geometry, kept_tokens, most_blocks, place
+from ag.errors import UserError
+from ag.vllm.placement import Geometry, kept_tokens, most_blocks, place, place_request
 from ag.vllm.settings import Settings
+from tests.support.refused import refuses
 
 GATES = Settings("gates:smollm2", 0.3)
 
@@ -141,3 +144,57 @@ def test_layers_that_share_a_total_outgrow_it_by_protected_tokens_alone():
 def test_blocks_of_the_longest_request(schedule, expected):
     """2048 tokens in blocks of 16, of which 0.3 stay beside the prompt."""
     assert most_blocks(geometry(Settings("gates:smollm2", 0.3, f'{{"schedule": "{schedule}"}}'))) == expected
+
+
+def blocks_needed(made, prompt, placement):
+    """Of the longest text after a prompt; the last pass of the longest prompt is the one after it."""
+    tokens = made.longest + (prompt == made.longest)
+    return -(-made.longest // made.block_size) if placement is None else placement.places(tokens, made.block_size)
+
+
+@pytest.mark.parametrize("budget", [0.3, 100, 0.9])
+@pytest.mark.parametrize(
+    ("policy", "schedule", "apart"),
+    [
+        ("knorm@global", "prefill", True),
+        ("knorm@global", "prefill", False),
+        ("knorm@uniform", "prefill", True),
+        ("knorm@global", "steps:32", True),
+        ("knorm@global", "steps:32", False),
+        ("knorm@global", "blocks:64", False),
+        ("knorm@global", "blocks:64+steps:16", False),
+        ("knorm@uniform", "blocks:16+steps:64", False),
+    ],
+)
+def test_no_prompt_needs_more_than_the_most_blocks(policy, schedule, apart, budget):
+    """And one needs as many, so that no memory is asked for in vain."""
+    settings = Settings(policy, budget, f'{{"schedule": "{schedule}"}}')
+    made = geometry(settings, block_size=32, longest=500, apart=apart)
+    needed = [blocks_needed(made, prompt, place(made, prompt)) for prompt in range(1, made.longest + 1)]
+    assert max(needed) == most_blocks(made)
+
+
+def asking(protected, max_tokens=None):
+    return SimpleNamespace(extra_args={"ag_protect": protected}, max_tokens=max_tokens)
+
+
+def test_a_request_whose_protected_tokens_need_more_blocks_than_there_are_stays_whole():
+    """vLLM's cache may have no more than `most_blocks`, and a request that never fits stops the queue."""
+    made = geometry(Settings("knorm@global", 0.3), block_size=32)
+    most, dense = most_blocks(made), 2048 // 32
+    assert place(made, 2000, 1200).places(2001, 32) > most >= dense
+    for protected in (1200, 1800):
+        assert place_request(made, asking(protected), 2000) is None
+    assert place_request(made, asking(600), 2000) == place(made, 2000, 600)
+    # the answer counts: a short one leaves room
+    assert place_request(made, asking(1000), 1500) is None
+    assert place_request(made, asking(1000, max_tokens=8), 1500) == place(made, 1500, 1000)
+    assert place_request(made, None, 2000) == place(made, 2000)
+
+
+def test_a_request_that_fits_neither_packed_nor_whole_is_refused():
+    """With both schedules vLLM's cache may be smaller than the text."""
+    made = geometry(Settings("knorm@global", 0.3, '{"schedule": "blocks:64+steps:16"}'), block_size=32)
+    assert most_blocks(made) < 2000 // 32
+    with refuses(UserError, "ag_protect=1800", "2000", f"at most {most_blocks(made)}", "protect fewer tokens"):
+        place_request(made, asking(1800), 2000)

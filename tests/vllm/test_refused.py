@@ -1,6 +1,7 @@
 """What vLLM cannot do with eviction is refused by name when an engine is made."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,6 +102,29 @@ def test_attention_of_a_layer(changes, words):
 
     with refuses(UserError, *words):
         EvictionImpl(4, 16, 0.25, 2, **changes)
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_request_that_is_refused_before_it_reaches_the_scheduler(smollm2, monkeypatch, resumable):
+    """There an error ends this request alone; in the scheduler it would end the engine."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.request import Request
+
+    from ag.vllm.scheduler import EvictionScheduler
+
+    config(smollm2)  # installs the hook
+    request = SimpleNamespace(resumable=resumable, use_structured_output=False)
+    monkeypatch.setattr(Request, "from_engine_core_request", lambda *given: request)
+    scheduler = object.__new__(EvictionScheduler)
+    placed = []
+    scheduler.manager = SimpleNamespace(placement=placed.append)
+    core = SimpleNamespace(scheduler=scheduler, mm_receiver_cache=None, request_block_hasher=None)
+    asked = SimpleNamespace(mm_features=None, current_wave=0)
+    if resumable:
+        with refuses(UserError, "streaming input"):
+            EngineCore.preprocess_add_request(core, asked)
+    else:
+        assert EngineCore.preprocess_add_request(core, asked) == (request, 0) and placed == [request]
 
 
 def test_gate_that_did_not_run(smollm2):

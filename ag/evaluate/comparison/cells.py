@@ -31,7 +31,6 @@ from ag.versions import versions
 
 VERSIONS = versions("ag", "torch", "transformers")
 NO_SAMPLES = Loaded([])
-HUB = "the Hugging Face hub"
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class Cell:
             threads=torch.get_num_threads(),
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             command=command,
-            data=HUB if self.task.root is None else self.task.root,
+            data=self.task.source,
             revision=config.revision,
             adapter=config.adapter and f"{config.adapter} ({export.adapter_checksum(config.adapter)[:8]})",
         )
@@ -133,7 +132,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     ]
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
-    local = checksums(config.model)  # another model may be written into its folder
+    local = checksums(config.model)  # another model or chat template may be written into its folder
     common = (asdict(config.base), adapter, samples, config.max_tokens, *([local] if local else []))
     policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache shows first whether the model can do a task
     full = [] if any(not cell_policy.spec.evicts for _, cell_policy in policies) else [("full", policy("full"))]
@@ -147,7 +146,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     for task in (_task(name, config) for name in names):
         for label, cell_policy in (full if isinstance(task, QuestionTask) else []) + policies:
             gates = None if cell_policy.spec.path is None else export.read_info(cell_policy.spec.path)["checksum"]
-            # flags are written as gates without a budget, their older name
+            # keys call flags `gates`, as versions before `flags` did: their results are found again
             policy_text = repr(replace(cell_policy, spec=cell_policy.spec.ranked))
             settings = [*common, policy_text, gates, type(task).__name__, task.identity()]
             text = json.dumps(settings, sort_keys=True, default=str)

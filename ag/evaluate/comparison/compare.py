@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import warnings
 from collections.abc import Sequence
@@ -19,11 +20,12 @@ from ag.config.recipes import dump
 from ag.config.sections import WandbConfig
 from ag.errors import BudgetWarning, UserError, check_known
 from ag.evaluate.comparison import figures, tables
-from ag.evaluate.comparison.cells import HUB, list_cells
+from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.folder import ROWS, FinishedCell, Folder
 from ag.evaluate.comparison.page import render
 from ag.evaluate.comparison.rows import NOT_COMPARED, Comparison, uncompared_results
 from ag.evaluate.comparison.work import run_missing_cells
+from ag.evaluate.tasks.base import HUB
 from ag.training.artifacts import log_report
 
 WAYS = "task", "model", "revision", "adapter", "dtype", "quantization"  # rows that differ in one are not paired
@@ -68,7 +70,9 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     names = config.baseline, config.mine or config.policies[-1]
     baseline, my_policy = (name_with_kv_dtype(config.table_names.get(name, name), kv_dtype) for name in names)
     hidden = [f"{other.summary.task}: {other.summary.name}" for other in finished.values()]
-    comparison = Comparison(shown, folder.path, baseline, my_policy, _data(config.root, config.roots), hidden)
+    earlier_data = _data(config.root, config.roots)  # of rows that do not have it, of earlier versions
+    data = "; ".join(dict.fromkeys(cell.summary.data or earlier_data for cell in shown))
+    comparison = Comparison(shown, folder.path, baseline, my_policy, data, hidden)
     (folder.path / "config.yaml").write_text(dump(config), encoding="utf-8")
     write(comparison)
     if hidden:
@@ -126,25 +130,30 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     """Read the finished cells of several folders, of all commands that wrote there, and where their data came from.
 
     A task that was measured in several ways (model, adapter, data, options) is several tasks, whose names say what
-    differs. A label that means other policies in other folders gets the name of its folder. Of equal rows the one with
-    the most samples remains.
+    differs; data is what the first sample contains, as far as this is known, and not its place. A label that means
+    other policies in other folders gets the name of its folder. Of equal rows the one with the most samples remains.
 
     Raises:
         UserError: no row can be read.
     """
     cells, conditions, folders = dict[str, FinishedCell](), dict[str, dict[str, str]](), dict[str, str]()
-    for path in paths:
+    for path, folder in _folder_names(paths).items():
         file = path / "config.yaml"
         settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
         last_data = _data(settings.get("root"), settings.get("roots") or {}) if settings else tables.UNKNOWN
         for key, cell in Folder(path).read().items():
             if key not in cells or cells[key].summary.problem is not None:
-                cells[key], folders[key] = cell, path.name
+                cells[key], folders[key] = cell, folder
                 ways = {name: str(getattr(cell.summary, name)) for name in WAYS}
                 options = {name: str(value) for name, value in (cell.summary.task_options or {}).items()}
                 conditions[key] = ways | {"data": cell.summary.data or last_data} | options
     if not cells:
         raise UserError(f"folders={[*map(str, paths)]}: {ROWS} has no row that can be read; run the commands again.")
+    first_samples = {key: cell.outcomes[0].content_hash if cell.outcomes else "" for key, cell in cells.items()}
+    places = {(conditions[key]["task"], content): conditions[key]["data"] for key, content in first_samples.items()}
+    for key, content in first_samples.items():
+        if content:  # one place of equal data: earlier versions wrote another one of generated samples
+            conditions[key]["data"] = places[conditions[key]["task"], content]
     measured = DataFrame.from_dict(conditions, orient="index").astype(object)
     for task, group in measured.groupby("task", sort=False):
         differing = [name for name in group if group[name].nunique(dropna=False) > 1]
@@ -160,10 +169,17 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     for key, cell in cells.items():
         if cell.summary.label in labels:
             cell = _renamed(cell, label=f"{cell.summary.label} ({folders[key]})")
-        name_and_task = cell.summary.task, cell.summary.name
-        if name_and_task not in unique or unique[name_and_task].summary.n <= cell.summary.n:
-            unique[name_and_task] = cell
+        task_and_name = cell.summary.task, cell.summary.name
+        if task_and_name not in unique or unique[task_and_name].summary.n <= cell.summary.n:
+            unique[task_and_name] = cell
     return list(unique.values()), "; ".join(measured.data.unique())
+
+
+def _folder_names(paths: Sequence[Path]) -> dict[Path, str]:
+    """Return absolute paths without repetition, each with its last parts: as few as make all of them different."""
+    folders = dict.fromkeys(path.resolve() for path in paths)
+    names = ({path: "/".join(path.parts[-count:]) for path in folders} for count in itertools.count(1))
+    return next(each for each in names if len({*each.values()}) == len(each))
 
 
 def _renamed(cell: FinishedCell, **names: str) -> FinishedCell:

@@ -178,7 +178,7 @@ def charts_by_part(comparison: Comparison, task: str, kind: str) -> list[Chart]:
     result, they show nats. Parts with names have no chart.
     """
     charts = []
-    for budget in comparison.budgets or [""]:
+    for budget in comparison.budgets(task):
         rows = [row for row in comparison.at(task, budget) if row.n]
         bases = [comparison.baseline_of(row) for row in rows]
         compared = any(base is not None for base in bases)

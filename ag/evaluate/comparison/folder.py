@@ -2,7 +2,7 @@
 
 - ``results.jsonl``: the summary of a cell on each line, appended and synced as the cell ends. The last line of a key
   counts;
-- ``samples/KEY.jsonl``: the outcome of every sample of the cell, complete before its line is written;
+- ``samples/KEY.jsonl``: the outcome of every sample of the cell, written after its line, which does not count without;
 - ``unfinished/KEY.jsonl``: the outcomes of a cell that runs, that ran when the process was killed, or that failed;
 - ``views/KEY.json``: the kept tokens of a few prompts;
 - ``lock``: locked by the process that writes; the kernel unlocks it when that process ends, even by a kill.
@@ -27,7 +27,7 @@ from ag.commands.report import ROWS as ROWS
 from ag.errors import UserError
 from ag.evaluate.inside import KeptTokens
 from ag.evaluate.tasks import Outcome
-from ag.files import locked, replacing
+from ag.files import fsync, locked, replacing
 
 log = logging.getLogger(__name__)
 
@@ -120,9 +120,15 @@ class Folder:
         return finished
 
     def append(self, cell: FinishedCell) -> None:
-        """Write a finished cell. After a crash the folder has it completely or not at all."""
+        """Write a finished cell. After a crash the folder has it completely or not at all.
+
+        The samples come last, and those of an earlier measurement go first: they never stand beside another summary.
+        """
         key = cell.summary.key
-        _write(self.path / "samples" / f"{key}.jsonl", _lines(cell.outcomes))
+        samples = self.path / "samples" / f"{key}.jsonl"
+        if samples.exists():
+            samples.unlink()
+            fsync(samples.parent)
         _write(self.path / "views" / f"{key}.json", json.dumps([view.to_json() for view in cell.views]))
         line = json.dumps(asdict(cell.summary), allow_nan=False).encode() + b"\n"
         with (self.path / ROWS).open("a+b") as file:
@@ -132,6 +138,7 @@ class Folder:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+        _write(samples, _lines(cell.outcomes))
         if cell.summary.problem is None:  # a failed cell goes on from its outcomes when it is retried
             self._unfinished(key).unlink(missing_ok=True)
 

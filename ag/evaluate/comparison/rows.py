@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pandas import DataFrame
@@ -35,8 +35,9 @@ class Comparison:
     ``rows`` has a row for each cell, in order. The columns are the fields of :class:`Summary`, with the budget as text
     ("1" is a token, "1.0" the whole prompt, empty without a budget), and: ``name`` (policy and budget); ``evicts`` and
     ``gated``; ``prompt_kept``, the kept share as a mean over prompts; ``tokens`` of all prompts; ``memory``, the bytes
-    as a share of the full cache's; ``nats_error``; and the paired difference to the baseline, ``difference`` of scores
-    and ``nats_difference`` of nats, with ``..._error``, ``..._low``, ``..._high`` (95 % interval) and ``..._p``.
+    as a share of the full cache's on the same samples; ``nats_error``; and the paired difference to the baseline,
+    ``difference`` of scores and ``nats_difference`` of nats, with ``..._error``, ``..._low``, ``..._high`` (95 %
+    interval) and ``..._p``.
 
     All policies are paired with the ``baseline``, a label, and every verdict names ``mine``, a label; None: the last
     one. ``data`` says where the samples came from, and ``hidden`` names the cells in the folder that only earlier
@@ -57,19 +58,21 @@ class Comparison:
         self.mine = cells[-1].summary.label if mine is None else mine
         self._pairs: dict[tuple[str, str, str], Paired | None] = {}
         rows = DataFrame([_row(cell) for cell in cells], dtype=object).astype(TYPES)
-        full_bytes = rows[~rows.evicts & (rows.n > 0)].drop_duplicates("task").set_index("task").kv_bytes
-        rows["memory"] = (rows.kv_bytes / rows.task.map(full_bytes)).where(rows.n > 0)
         unpaired = list(rows.itertuples(index=False))
         self._baselines = {(row.task, row.budget): row for row in reversed(unpaired) if row.label == baseline}
-        self.rows = rows.join(DataFrame([self._differences(row) for row in unpaired], dtype=float))
+        self._full_rows = {row.task: row for row in reversed(unpaired) if not row.evicts and row.n}  # the first of each
+        self.rows = rows.join(DataFrame([self._comparisons(row) for row in unpaired], dtype=float))
         self.results: list[Row] = list(self.rows.itertuples(index=False))
         self.failed = [row for row in self.results if row.problem is not None]  # without a result
         self.tasks: list[str] = list(rows.task.unique())
-        self.budgets = [budget for budget in rows.budget.unique() if budget]  # as text
 
     def of_task(self, task: str) -> list[Row]:
         """Return the rows of a task."""
         return [row for row in self.results if row.task == task]
+
+    def budgets(self, task: str) -> list[str]:
+        """Return the budgets of a task as text; an empty text alone if its policies have none."""
+        return list(dict.fromkeys(row.budget for row in self.of_task(task) if row.budget)) or [""]
 
     def at(self, task: str, budget: str) -> list[Row]:
         """Return the rows of a task at a budget, and those without a budget."""
@@ -96,6 +99,16 @@ class Comparison:
             self._pairs[key] = compare(my_scores, their_scores, blocks) if common else None
         return self._pairs[key]
 
+    def common_means(self, row: Row, other: Row, field: str) -> tuple[float, float]:
+        """Return the means of a field of the outcomes, such as ``score``, of two rows over the samples that both have.
+
+        NaN: they share no sample.
+        """
+        pair = self.outcomes(row), self.outcomes(other)
+        common = {*common_samples(*pair)}
+        one, two = ([getattr(each, field) for each in outcomes if each.sample in common] for outcomes in pair)
+        return (sum(one) / len(one), sum(two) / len(two)) if common else (math.nan, math.nan)
+
     def baseline_of(self, row: Row) -> Row | None:
         """Return the baseline's row at this budget if the kept shares are equal."""
         other = self.baseline_at(row)
@@ -111,14 +124,16 @@ class Comparison:
 
     def uninformative(self, task: str) -> str:
         """Return a remark if the model cannot do a task, as its full cache shows; else an empty text."""
-        for row in self.of_task(task):
-            if not row.evicts and row.mean <= row.floor:
-                return f"not informative for this model: {row.metric} {row.mean:.4f} with the full cache"
-        return ""
+        full = self._full_rows.get(task)
+        if full is None or not full.mean <= full.floor:
+            return ""
+        return f"not informative for this model: {full.metric} {full.mean:.4f} with the full cache"
 
-    def _differences(self, row: Row) -> dict[str, float | None]:
-        """Return the columns of the differences to the baseline."""
-        base, columns = self.baseline_of(row), dict[str, float | None]()
+    def _comparisons(self, row: Row) -> dict[str, float | None]:
+        """Return the columns that compare a row: its memory, and its differences to the baseline."""
+        base, full, columns = self.baseline_of(row), self._full_rows.get(row.task), dict[str, float | None]()
+        kv_bytes, full_bytes = (math.nan, math.nan) if full is None else self.common_means(row, full, "kv_bytes")
+        columns["memory"] = kv_bytes / full_bytes if full_bytes else math.nan
         for tag, name in (("", "difference"), ("nats", "nats_difference")):
             paired = None if base is None else self.paired(row, base, tag)
             columns[name] = math.nan if paired is None else paired.difference
@@ -171,8 +186,15 @@ def part_values(outcomes: Sequence[Outcome], kind: str, measure: str = "nats") -
     return frame.rename(columns=int)[sorted(map(int, frame.columns))] if numbered else frame
 
 
-def at_budget(rows: Sequence[Row], budget: str) -> tuple[list[Row], list[tuple[Row, Row]]]:
-    """Return the rows of a task that evict and may be compared at a budget; and further rows, with the reference.
+class AtBudget(NamedTuple):
+    """The rows of a task that evict, at a budget."""
+
+    compared: list[Row]  # with each other
+    apart: list[tuple[Row, Row]]  # whose kept share is another, each with the reference
+
+
+def at_budget(rows: Sequence[Row], budget: str) -> AtBudget:
+    """Return which rows of a task may be compared at a budget, and which may not.
 
     The reference has the smallest kept share at this budget, since a policy may protect more than the budget. A policy
     without a budget (flags) takes part if its kept share is equal. An empty budget selects all policies without one.
@@ -180,11 +202,11 @@ def at_budget(rows: Sequence[Row], budget: str) -> tuple[list[Row], list[tuple[R
     evicting = [row for row in rows if row.n and row.evicts and row.budget in ("", budget)]
     at = [row for row in evicting if row.budget == budget]
     if not (budget and at):
-        return [] if budget else evicting, []
+        return AtBudget([] if budget else evicting, [])
     lowest = min(at, key=lambda row: (row.kept, row.prompt_kept))
     alike = {row.key for row in evicting if same_kept_share(row, lowest)}
-    others = [(row, lowest) for row in evicting if row.key not in alike]
-    return [row for row in evicting if row.key in alike], others
+    apart = [(row, lowest) for row in evicting if row.key not in alike]
+    return AtBudget([row for row in evicting if row.key in alike], apart)
 
 
 def uncompared_results(comparison: Comparison) -> list[str]:
@@ -192,8 +214,8 @@ def uncompared_results(comparison: Comparison) -> list[str]:
     pairs = []
     for task in comparison.tasks:
         rows = comparison.of_task(task)
-        for budget in comparison.budgets:
-            pairs += at_budget(rows, budget)[1]
+        for budget in comparison.budgets(task):
+            pairs += at_budget(rows, budget).apart
         bases = [(row, comparison.baseline_at(row)) for row in rows]
         pairs += [(row, base) for row, base in bases if base is not None and not comparable(row, base)]
     sentences = []

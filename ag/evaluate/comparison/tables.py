@@ -34,7 +34,7 @@ NOTES = {
     "left out": "samples too long for the model or too short for the task; how many were cut in the middle",
     "prefill": "earlier tokens that a prompt token sees: all, kept by gates, or kept after earlier blocks",
     "KV MB": "mean bytes allocated for keys and values after a prompt, or at the end if decoding evicts",
-    "memory": "these bytes as a share of the full cache's",
+    "memory": "these bytes as a share of the full cache's on the same samples",
 }
 LEADERS = "Mean scores with the kept share, best first; of several tasks by the mean rank, and last without a score."
 BY_PART = (

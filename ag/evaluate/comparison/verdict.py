@@ -50,7 +50,7 @@ def find_verdicts(comparison: Comparison) -> list[Verdict]:
         if remark := comparison.uninformative(task):
             verdicts.append(Verdict(task, "", [f"{task}: no verdict, {remark}"]))
             continue
-        budgets = [x for x in comparison.budgets or [""] if any(row.evicts for row in comparison.at(task, x))]
+        budgets = [x for x in comparison.budgets(task) if any(row.evicts for row in comparison.at(task, x))]
         task_verdicts = [find_verdict(comparison, task, budget) for budget in budgets]
         verdicts += sorted(task_verdicts, key=lambda verdict: abs(verdict.memory - HALF))
     return verdicts
@@ -70,7 +70,7 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     rows = comparison.of_task(task)
     tag = "" if all(math.isnan(row.nats) for row in rows) else "nats"
     measured = [row for row in rows if row.n and not (tag and math.isnan(row.nats))]
-    compared, _ = at_budget(measured, budget)
+    compared = at_budget(measured, budget).compared
     absent = [row for row in comparison.at(task, budget) if row not in compared]
     reasons = {row.label: reason for row in absent if (reason := _reason_left_out(row, tag))}
     left_out = [f"Left out: {', '.join(f'{label} ({reason})' for label, reason in reasons.items())}"] if reasons else []
@@ -102,10 +102,11 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     if rival is None or gain is None:
         return without(f"no other policy can be compared with {compared[0].label}")
     unit = "nats" if tag or best.metric.startswith("nats") else f"in {best.metric}"
-    level = [row.label for row in alike if (g := gain_over(best, row)) and (g.low <= 0 or g.p >= SIGNIFICANT)]
+    gains = [(row.label, gain_over(best, row)) for row in alike]
+    not_told_apart = [label for label, lead in gains if lead and (lead.low <= 0 or lead.p >= SIGNIFICANT)]
     memory = best.kept if math.isnan(best.memory) else best.memory
     share = f"With {percent(memory)} kept" if math.isnan(best.memory) else f"At {percent(memory)} of the memory"
-    sentences = [f"{share}{at}, {task}: {_lead_text(best, rival, gain, unit, level)}"]
+    sentences = [f"{share}{at}, {task}: {_lead_text(best, rival, gain, unit, not_told_apart)}"]
     my_row = next((row for row in alike if row.label == comparison.mine and row is not rival), None)
     if my_row is not None and (lag := gain_over(my_row, best)):
         rank = f"number {other_policies.index(my_row) + 2} of {len(compared)}"
@@ -118,14 +119,14 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
     return Verdict(task, budget, [*sentences, *left_out], best, rival, gain, memory)
 
 
-def _lead_text(best: Row, rival: Row, gain: Paired, unit: str, level: Sequence[str]) -> str:
+def _lead_text(best: Row, rival: Row, gain: Paired, unit: str, not_told_apart: Sequence[str]) -> str:
     """Return which policy is best and by how much, or that it is not better than its rival."""
-    level_names = ", ".join(name for name in level if gain.certain or name != rival.label)
+    others = ", ".join(name for name in not_told_apart if gain.certain or name != rival.label)
     if gain.certain:
         lead = _gain_text(gain, unit, rival.label)
-        return f"{best.label}, {lead} {_test_text(gain)}" + (level_names and f"; level with it: {level_names}")
+        return f"{best.label}, {lead} {_test_text(gain)}" + (others and f"; level with it: {others}")
     between = f"{gain.difference:+.3f} {unit} [{gain.low:.3f}, {gain.high:.3f}] {_test_text(gain)}"
-    return f"{best.label} cannot be told from {rival.label}, {between}" + (level_names and f", nor from {level_names}")
+    return f"{best.label} cannot be told from {rival.label}, {between}" + (others and f", nor from {others}")
 
 
 def _distance_text(
@@ -142,8 +143,9 @@ def _distance_text(
         chance = "" if lost.certain else f", which may be chance (p = {lost.p:.3f})"
         parts.append(f"{row.label}, {_gain_text(lost, unit, full.label)}{chance}")
     if tag and (score := comparison.paired(row, full)) is not None:
-        means = f"{full.metric} {row.mean:.3f} against {full.mean:.3f}"
-        parts.append(f"{means}, {score.difference:+.3f} [{score.low:.3f}, {score.high:.3f}]")
+        mean, full_mean = comparison.common_means(row, full, "score")
+        ends = f"[{score.low:.3f}, {score.high:.3f}]"
+        parts.append(f"{full.metric} {mean:.3f} against {full_mean:.3f}, {score.difference:+.3f} {ends}")
     if all(_is_far(comparison, *loss, full, unit) for loss in losses):
         parts.append(f"{'both are' if len(losses) > 1 else 'it is'} far from the full cache")
     return "; ".join(parts)
@@ -153,7 +155,8 @@ def _is_far(comparison: Comparison, row: Row, lost: Paired, full: Row, unit: str
     """Whether a policy loses half of the score above the floor, or ln 2 nats per token, by more than chance."""
     if full.higher_is_better:
         score, floor = comparison.paired(row, full), 0.0 if math.isnan(full.floor) else full.floor
-        if score is not None and score.certain and full.mean - row.mean > FAR_LOSS * (full.mean - floor):
+        mean, full_mean = comparison.common_means(row, full, "score")
+        if score is not None and score.certain and full_mean - mean > FAR_LOSS * (full_mean - floor):
             return True
     return unit == "nats" and -lost.difference > FAR_NATS and lost.certain
 

@@ -195,21 +195,25 @@ class Worker:
         samples = self.loaded.samples
         batch = getattr(cells[0].task, "batch", 1)
         self.progress.begin(cells[0].name, len(cells), len(samples), waiting, batch)
-        refused = [cell for cell in cells if 0 < cell.untouched(samples, self._prefill(cell)) == len(samples)]
+        refused = [cell for cell in cells if 0 < cell.untouched(samples, self.prefill(cell)) == len(samples)]
         run = [pair for pair in zip(cells, outcomes_by_cell, strict=True) if pair[0] not in refused]
-        touched, run_outcomes = [cell for cell, _ in run], [cell_outcomes for _, cell_outcomes in run]
-        policies = [cell.policy.with_tokenizer(self.tokenizer) for cell in touched]
+        run_cells, run_outcomes = [cell for cell, _ in run], [cell_outcomes for _, cell_outcomes in run]
+        policies = [cell.policy.with_tokenizer(self.tokenizer) for cell in run_cells]
         if not samples:
             num_too_long, num_too_short = self.loaded.too_long, self.loaded.too_short
             raise UserError(
                 f"no sample can be run: {num_too_long} are longer than {self.max_tokens} tokens, "
                 f"{num_too_short} are too short."
             )
+        # only the first attempt continues an earlier command; later ones have the outcomes of the first
         is_first_attempt = self.folder is not None and not any(run_outcomes)
-        for cell, cell_outcomes in zip(touched, run_outcomes, strict=True):
+        for cell, cell_outcomes in zip(run_cells, run_outcomes, strict=True):
             if self.folder is not None and is_first_attempt:
                 cell_outcomes += self.folder.unfinished(cell.key)
-            del cell_outcomes[_num_valid(cell_outcomes, self.content_hashes) :]
+            num_valid = _num_valid(cell_outcomes, self.content_hashes)
+            if num_valid < len(samples):  # the solutions of a batch depend on each other: it is run as a whole
+                num_valid -= num_valid % batch
+            del cell_outcomes[num_valid:]
             if self.folder is not None:
                 self.folder.begin(cell.key, cell_outcomes)
         counts = [len(cell_outcomes) for cell_outcomes in run_outcomes]
@@ -219,10 +223,10 @@ class Worker:
             behind = [index for index, count in enumerate(counts) if count <= first]
             batch_policies = [policies[index] for index in behind]
             for index, outcome in cells[0].task.run(self.model, self.tokenizer, batch_policies, samples[first:end]):
-                self._add(touched[behind[index]], outcome, run_outcomes[behind[index]])
+                self._add(run_cells[behind[index]], outcome, run_outcomes[behind[index]])
         shown = [sample for sample in samples if sample.prompt][: self.config.view_samples]
         views = record_kept_tokens(self.model, self.tokenizer, policies, shown, self.config.view_tokens)
-        results = zip(touched, run_outcomes, views, strict=True)
+        results = zip(run_cells, run_outcomes, views, strict=True)
         finished = [self._finish(cell, None, outcomes, cell_views) for cell, outcomes, cell_views in results]
         return finished + [self._finish(cell, cell.refusal()) for cell in refused]
 
@@ -242,12 +246,13 @@ class Worker:
         self, cell: Cell, problem: str | None, outcomes: Sequence[Outcome] = (), views: Sequence[KeptTokens] = ()
     ) -> FinishedCell:
         try:
-            prefill = self._prefill(cell)
+            prefill = self.prefill(cell)
         except Exception:  # perhaps the reason why the cell failed
             prefill = ""
         return cell.finished(self.config, self.command, self.loaded, prefill, problem, outcomes, views)
 
-    def _prefill(self, cell: Cell) -> str:
+    def prefill(self, cell: Cell) -> str:
+        """Return which tokens later tokens of a prompt see; see :class:`Summary`."""
         return CacheSetup.of(self.model, cell.policy, None).prompt_sees
 
 

@@ -11,13 +11,11 @@ import math
 import random
 import re
 from collections.abc import Callable
-from functools import partial
 
 #: Ranges of the random values of a variable: at these points two expressions must have equal values,
 POINTS = [(1, 2)] * 3
 #: and at these if both have one, with real roots and logarithms: many problems are about positive numbers.
 FURTHER_POINTS = [(-10, 10)] * 4 + [(-100, 100)] * 4
-is_close = partial(cmath.isclose, rel_tol=1e-9, abs_tol=1e-12)
 FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     **{name: getattr(cmath, name) for name in ("sin", "cos", "tan", "exp", "log")},
     **{f"arc{name}": getattr(cmath, f"a{name}") for name in ("sin", "cos", "tan")},
@@ -161,14 +159,21 @@ def _same_value(first: str, second: str) -> bool:
         left, right = _values(_without_words(first)), _values(_without_words(second))
     except (ValueError, ArithmeticError, RecursionError):  # words, or an answer that cannot be read
         words = [re.sub(r"[\s()]", "", TEXT.sub(r"\1", text)).casefold() for text in (first, second)]
-        return words[0] == words[1]
+        return words[0] == words[1] != ""
     if ("=" in first) != ("=" in second):
         return False
     pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
     if "=" in first:  # one equation may be a multiple of the other
         a0, b0 = pairs[0]
-        return all(is_close(a * b0, b * a0) for a, b in pairs) and any(a for a, _ in pairs) == any(b for _, b in pairs)
-    return all(is_close(a, b) for a, b in pairs)
+        return all(_close(a * b0, b * a0) for a, b in pairs) and any(a for a, _ in pairs) == any(b for _, b in pairs)
+    return all(_close(a, b) for a, b in pairs)
+
+
+def _close(first: complex, second: complex) -> bool:
+    """Return whether two values are equal up to rounding. Integers, their sums and products are not rounded."""
+    if isinstance(first, int) and isinstance(second, int):
+        return first == second
+    return cmath.isclose(first, second, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def _values(text: str) -> list[complex | None]:
@@ -270,7 +275,8 @@ class Expression:
     def _atom(self) -> complex:
         token = self._take()
         if token[0].isdigit() or token[0] == ".":
-            return float(token)
+            whole, _, decimals = token.partition(".")
+            return float(token) if decimals.strip("0") or not whole else int(whole)
         if token in CLOSING:
             value = self._sum()
             if self._take() != CLOSING[token]:

@@ -25,6 +25,7 @@ Tags = Mapping[str, str | int | float]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveInts = Annotated[Sequence[PositiveInt], Field(min_length=1)]
 LeftOut = Literal["too long", "too short"]
+HUB, GENERATED = "the Hugging Face hub", "generated samples"  # where samples come from, if not from a folder
 POSITION = "position"  # kind of the parts of a text: blocks of tokens, named by their first position
 PART = re.compile(r"(score|nats)@(?:([a-z]+) (.+)|(\d+))")  # the tag of a part: measure, kind and name, or position
 
@@ -120,6 +121,11 @@ class Task(ABC):
         """Return everything that the samples and their scores depend on, for JSON."""
         return asdict(self)
 
+    @property
+    def source(self) -> str:
+        """Where the samples come from: a folder, the hub, or a generator."""
+        return HUB if self.root is None else self.root
+
     def load(self, tokenizer: Tokenizer, limit: int | None, max_tokens: int) -> Loaded:
         """Read and tokenise the samples.
 
@@ -185,20 +191,20 @@ class PromptTask(Task):
         for sample in samples:
             compared = [policy("full")] if sample.target_tokens and self.compares else []
             prompt, question = (torch.tensor([ids], device=device) for ids in (sample.prompt, sample.question))
-            prompts = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
+            states = read_prompt(model, [*compared, *policies], prompt, protect=sample.protect)
             full: Tensor | None = None
             if compared:
-                cache, last_hidden = prompts.pop(0)
+                cache, last_hidden = states.pop(0)
                 last_hidden = feed(model, cache, question)[:, -1] if sample.question else last_hidden
                 full = log_probabilities(model, cache, last_hidden, sample.target_tokens)
             outcomes = list[Outcome]()
-            for index, (cache, last_hidden) in enumerate(prompts):
+            for index, (cache, last_hidden) in enumerate(states):
                 usage = cache.kept_share(), cache.nbytes
                 # scoring after this counts in the time of the answer
                 seconds, start = cache.scoring_seconds, synchronised_time(device)
                 last_hidden = feed(model, cache, question)[:, -1] if sample.question else last_hidden
                 seconds += synchronised_time(device) - start
-                prompts[index] = cache, last_hidden
+                states[index] = cache, last_hidden
                 distances: dict[str, float] = {}
                 if full is not None:
                     other = log_probabilities(model, copy.deepcopy(cache), last_hidden, sample.target_tokens)
@@ -208,11 +214,11 @@ class PromptTask(Task):
                 seconds += synchronised_time(device) - start
                 outcomes.append(Outcome(sample.id, score, len(sample.prompt), *usage, seconds, {**tags, **distances}))
             start = synchronised_time(device)
-            written = self.write(model, tokenizer, prompts, sample)
+            written = self.write(model, tokenizer, states, sample)
             shared_seconds = (synchronised_time(device) - start) / max(1, len(policies))
             for index, outcome in enumerate(outcomes):
                 score, tags = written[index] if written else (outcome.score, {})
-                over, tags = bool(prompts[index][0].over_budget.any()), {**outcome.tags, **tags}
+                over, tags = bool(states[index][0].over_budget.any()), {**outcome.tags, **tags}
                 seconds = outcome.seconds + shared_seconds
                 yield index, replace(outcome, score=score, seconds=seconds, tags=tags, over_budget=over)
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from ag.data.sources import DataError, MissingSplitError, Record, Source, check_fields, local_folder
 from ag.evaluate.tasks.base import Task
 
 
+class HeldOut(NamedTuple):
+    """A split of a task's data."""
+
+    split: str  # its name
+    location: str  # for messages
+    rows: Iterator[Record]
+
+
 def held_out(
     task: Task, hub: str, folder: str, splits: Sequence[str], subset: str | None = None, revision: str | None = None
-) -> tuple[str, str, Iterator[Record]]:
-    """Return the name of a task's split, its location for messages, and its rows.
+) -> HeldOut:
+    """Return the split of a task's data with its rows.
 
     Args:
         task: the task. Its root has the folder, or the JSON lines themselves.
@@ -30,8 +39,8 @@ def held_out(
         *earlier_splits, split = splits
         for earlier in earlier_splits:
             with suppress(MissingSplitError):
-                return earlier, source.where(earlier), source.read(earlier)
-        return split, source.where(split), source.read(split)
+                return HeldOut(earlier, source.where(earlier), source.read(earlier))
+        return HeldOut(split, source.where(split), source.read(split))
     except DataError as error:
         names = ", ".join(repr(word) for word in (hub, subset) if word)
         raise DataError(
@@ -41,9 +50,8 @@ def held_out(
         ) from error
 
 
-def held_out_texts(rows: tuple[str, str, Iterator[Record]], field: str) -> Iterator[str]:
-    """Return one field, a text, of each row of :func:`held_out`."""
-    _, location, records = rows
-    for number, row in enumerate(records, start=1):
-        check_fields(row, {field: str}, f"{location} row {number}")
+def held_out_texts(data: HeldOut, field: str) -> Iterator[str]:
+    """Return one field, a text, of each row."""
+    for number, row in enumerate(data.rows, start=1):
+        check_fields(row, {field: str}, f"{data.location} row {number}")
         yield row[field]

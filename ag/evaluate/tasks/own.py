@@ -68,8 +68,8 @@ class Own(PromptTask):
                 longest = max((len(part.question) + len(part.answer) for part in sample.parts), default=0)
                 if len(sample.prompt) + max(longest, len(sample.target_tokens)) > max_tokens:
                     yield "too long"
-                elif not sample.prompt or not self.reads_on(sample):
-                    yield "too short"  # nothing is evicted, or nothing is predicted after the eviction
+                elif not sample.prompt or not (sample.parts or sample.target_tokens):
+                    yield "too short"  # nothing is evicted, or nothing is predicted
                 else:
                     yield sample
 

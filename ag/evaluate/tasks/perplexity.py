@@ -53,8 +53,8 @@ class Documents(Task):
     def documents(self, tokenizer: Tokenizer, num_prompt: int, max_tokens: int | None) -> Iterator[Sample]:
         """Yield the first ``max_tokens`` tokens of each document, all if it is None; ``num_prompt`` are the prompt."""
         hub, folder = self.data or "emozilla/pg19-test", self.data or self.folder
-        rows = held_out(self, hub, folder, (self.split,) if self.split else ("test", "validation"), self.subset)
-        for number, text in enumerate(held_out_texts(rows, self.text_field)):
+        data = held_out(self, hub, folder, (self.split,) if self.split else ("test", "validation"), self.subset)
+        for number, text in enumerate(held_out_texts(data, self.text_field)):
             ids = first_tokens(tokenizer, text, max_tokens)
             yield Sample(f"{number}", ids[:num_prompt], answers=[ids[num_prompt:]])
 
@@ -94,8 +94,8 @@ class Stream(Documents):
 
     The kept share is a mean over the tokens after the first block: the cached share of all read tokens, after the
     token's pass. The bytes are measured at the end. The tags ``nats@N`` and ``held@N`` are means of nats and kept share
-    over the ``bin`` tokens from N on; ``held@end`` is the share at the end. Within the model's context one token of 64
-    is compared with a full cache (``kl``, ``same_top1``).
+    over the ``bin`` tokens from N on; ``held@end`` is the share at the end. In a book that fits the model's context one
+    token of 64 is compared with a full cache (``kl``, ``same_top1``).
     """
 
     block: PositiveInt = 512  # tokens of the first forward pass
@@ -122,15 +122,15 @@ class Stream(Documents):
         for checked in policies:
             self._check(checked, attached_gates(model), longest, context)
         device = next(model.parameters()).device
-        compared = [policy("full")] if longest <= context else []
         for book in samples:
+            compared = [policy("full")] if self.length(book) <= context else []
             caches = read_prompt(model, [*compared, *policies], torch.tensor([book.prompt], device=device))
-            full = self._score_stream(model, *caches.pop(0), book)[2] if compared else None
+            full = self._score_stream(model, *caches.pop(0), book, True)[2] if compared else None
             for index in range(len(policies)):
                 cache, last_hidden = caches.pop(0)
                 # scoring after this counts in the time of the stream
                 seconds, start = cache.scoring_seconds, synchronised_time(device)
-                nats, kept_shares, log_probs = self._score_stream(model, cache, last_hidden, book)
+                nats, kept_shares, log_probs = self._score_stream(model, cache, last_hidden, book, bool(compared))
                 seconds += synchronised_time(device) - start
                 tags = {} if full is None else distance(full, log_probs)
                 tags |= {"held@end": cache.kept_share()}
@@ -161,13 +161,13 @@ class Stream(Documents):
 
     @torch.no_grad()
     def _score_stream(
-        self, model: nn.Module, cache: EvictionCache, last_hidden: Tensor, book: Sample
+        self, model: nn.Module, cache: EvictionCache, last_hidden: Tensor, book: Sample, compares: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Feed the remaining tokens of a book to a cache.
 
         Returns:
             NLL of each token, and the kept share after its pass, ``[T]`` float32 on the CPU; and the log-probabilities
-            ``[N, V]`` at the first token and each :data:`COMPARED`-th after it.
+            ``[N, V]`` at the first token and each :data:`COMPARED`-th after it, without ``compares`` of no token.
         """
         nats, compared_log_probs, kept_shares = list[Tensor](), list[Tensor](), list[float]()
         remaining = torch.tensor(book.target_tokens, device=last_hidden.device)
@@ -175,10 +175,12 @@ class Stream(Documents):
             states = feed(model, cache, tokens[None])[0]
             logits = lm_logits(model, torch.cat([last_hidden, states[:-1]])).float()
             nats.append(F.cross_entropy(logits, tokens, reduction="none").cpu())
-            compared_log_probs.append(logits[-len(kept_shares) % COMPARED :: COMPARED].log_softmax(-1))
+            if compares:
+                compared_log_probs.append(logits[-len(kept_shares) % COMPARED :: COMPARED].log_softmax(-1))
             kept_shares += [cache.kept_share()] * len(tokens)
             last_hidden = states[-1:]
-        return torch.cat(nats), torch.tensor(kept_shares), torch.cat(compared_log_probs)
+        log_probs = torch.cat(compared_log_probs) if compares else last_hidden.new_zeros(0, 0)
+        return torch.cat(nats), torch.tensor(kept_shares), log_probs
 
 
 def first_tokens(tokenizer: Tokenizer, text: str, number: int | None) -> list[int]:

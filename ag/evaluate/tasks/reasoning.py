@@ -101,8 +101,8 @@ class Reasoning(Problems):
 class OwnSolutions(Problems):
     """Nats per token of the solutions that the model wrote with a full cache, under each policy.
 
-    The full cache writes each solution once, by its likeliest tokens. Then every policy, the full cache included, reads
-    the solution token by token, and evicts as if it decoded it.
+    The full cache writes the solutions of a batch by their likeliest tokens, once for all policies that run together.
+    Then each policy, the full cache included, reads the solutions token by token, and evicts as if it decoded them.
     """
 
     metric: ClassVar[str] = "nats per token"

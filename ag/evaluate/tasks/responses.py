@@ -18,7 +18,7 @@ from ag.config.recipes import load_config
 from ag.data.rows import Row
 from ag.engine import EvictionCache
 from ag.errors import UserError
-from ag.evaluate.tasks.base import LeftOut, Loaded, PositiveInt, PromptTask, Sample, Tags
+from ag.evaluate.tasks.base import GENERATED, HUB, LeftOut, Loaded, PositiveInt, PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import score
 
 
@@ -87,6 +87,14 @@ class Responses(PromptTask):
         recipe = self.recipe()
         return {"name": self.name, "data": asdict(kinds.OwnDataConfig()) | asdict(recipe.data), "seed": recipe.seed}
 
+    @property
+    def source(self) -> str:
+        """Where the run's rows come from; see :attr:`Task.source`."""
+        part = self.recipe().data
+        if not isinstance(part, kinds.StoredConfig):
+            return GENERATED
+        return HUB if part.root is None else str(Path(part.root).resolve())
+
     def load(self, tokenizer: Tokenizer, limit: int | None, max_tokens: int) -> Loaded:
         """Read the rows; see :meth:`Task.load`. A limit of None is the run's number, which no limit may exceed."""
         recipe = self.recipe()
@@ -99,7 +107,9 @@ class Responses(PromptTask):
                 "root=FOLDER with a validation split."
             )
         samples = [of_rows(f"{number}", group) for number, group in enumerate(splits.validation)]
-        return Loaded(samples, too_short=splits.counts.validation.skipped)
+        left_out = splits.counts.validation.skipped  # documents too short to be cut, or rows without room for a prompt
+        in_documents = splits.counts.unit == "documents"
+        return Loaded(samples, *((0, left_out) if in_documents else (left_out, 0)))
 
     def read(self, tokenizer: Tokenizer, max_tokens: int) -> Iterator[Sample | LeftOut]:
         """Yield the rows of the run's validation."""

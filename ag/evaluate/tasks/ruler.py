@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from ag.data.sources import DataError, Record, check_fields
 from ag.data.tokens import start_tokens, tokenize, tokenize_after
 from ag.errors import UserError, require
-from ag.evaluate.tasks.base import LeftOut, PositiveInt, PositiveInts, Sample, Tags
+from ag.evaluate.tasks.base import GENERATED, LeftOut, PositiveInt, PositiveInts, Sample, Tags
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
 from ag.evaluate.tasks.questions import EXTRA_ANSWER_TOKENS, QuestionTask, TextSample
 
@@ -79,6 +79,16 @@ class Generated(QuestionTask):
     metric: ClassVar[str] = "recall"
     unit: ClassVar[str] = "contexts"
     min_units: ClassVar[int] = 1  # smallest number of units of a context
+
+    @property
+    def source(self) -> str:
+        """Where the samples come from; see :attr:`Task.source`."""
+        return super().source if self.reads_data else GENERATED
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the contexts contain texts from a folder or the hub."""
+        return False
 
     @property
     def series(self) -> str:
@@ -153,18 +163,23 @@ class Haystack(Generated):
     data: str | None = None  # of the texts: hub id, or folder under root; None: PG-19 on the hub, pg19_style in a root
     text_field: str = "text"  # the field that holds a text
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether the contexts contain texts from a folder or the hub."""
+        return self.haystack == "text"
+
     def material(self, tokenizer: Tokenizer) -> Any:
         """Return the sentences of each text. None: the filler."""
-        if self.haystack != "text":
+        if not self.reads_data:
             return None
-        rows = held_out(self, self.data or "emozilla/pg19-test", self.data or "pg19_style", ("test", "validation"))
+        data = held_out(self, self.data or "emozilla/pg19-test", self.data or "pg19_style", ("test", "validation"))
         texts = []
-        for text in itertools.islice(held_out_texts(rows, self.text_field), BOOKS):
+        for text in itertools.islice(held_out_texts(data, self.text_field), BOOKS):
             parts = re.split(r"(?<=[.!?])\s+", " ".join(text[:LETTERS].split()))
             texts.append(parts[:-1] if len(text) > LETTERS else parts)
         texts = [parts for parts in texts if any(parts)]
         if not texts:
-            raise UserError(f"Task {self.name}: {rows[1]} has no text to hide a needle in.")
+            raise UserError(f"Task {self.name}: {data.location} has no text to hide a needle in.")
         return texts
 
 
@@ -374,6 +389,11 @@ class DocumentQA(Generated):
 
     unit: ClassVar[str] = "questions"
     min_units: ClassVar[int] = 0
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the contexts contain texts from a folder or the hub."""
+        return True
 
     @property
     def first(self) -> int:

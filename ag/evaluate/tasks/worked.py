@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.problems import ANY, KINDS, PACKAGE, answer_of, encode, generate, package_version
 from ag.errors import require
-from ag.evaluate.tasks.base import LeftOut, PositiveInt, Sample, Tags
+from ag.evaluate.tasks.base import GENERATED, LeftOut, PositiveInt, Sample, Tags
 from ag.evaluate.tasks.questions import FLOOR
 from ag.evaluate.tasks.solutions import Decoded, SolutionBatch, SolutionTask
 
@@ -43,6 +43,11 @@ class Worked(SolutionTask):
         known_kinds = (ANY, *KINDS)
         require(self, "kind", self.kind in known_kinds, f"one of {', '.join(known_kinds)}")
         require(self, "solution_max", self.solution_max >= self.solution_min, "at least solution_min")
+
+    @property
+    def source(self) -> str:
+        """Where the samples come from; see :attr:`Task.source`."""
+        return GENERATED
 
     def identity(self) -> dict[str, Any]:
         """Return the options, and the version of reasoning-gym if its problems are used."""

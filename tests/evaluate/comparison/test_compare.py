@@ -26,6 +26,7 @@ from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import ROWS
 from ag.evaluate.comparison.tables import printed
 from ag.evaluate.comparison.work import ComparisonProgress
+from ag.evaluate.tasks.base import GENERATED
 from ag.gates import export
 from ag.gates.calibration import Calibration
 from tests.evaluate.conftest import lines, without_charts, words
@@ -203,6 +204,11 @@ def test_another_model_in_the_same_folder_is_another_cell(config, tiny_llama, ti
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"rope_theta": 500.0}))
     assert not {*keys()} & {*before, *after}
+    for name in ("generation_config.json", "tokenizer_config.json"):  # tokens that end an answer, and a chat template
+        before = keys()
+        text = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(text | {"eos_token_id": 9, "chat_template": "{{messages}}"}))
+        assert not {*keys()} & {*before}
     named = keys("smollm2"), keys("owner/name")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "smollm2")
@@ -228,6 +234,13 @@ def test_changed_data_is_measured_again(config, quiet, tiny_folder, tmp_path):
     fresh = compare(config(output=tmp_path / "fresh", **three), quiet)
     assert [row.mean for row in again.results] == [row.mean for row in fresh.results]
     assert all(row.data == root["root"] for row in again.results)
+
+
+def test_rows_and_pages_say_where_the_samples_come_from(config, quiet, tiny_folder):
+    given = {"ppl": {"prompt": 40, "continuation": 8}} | NEEDLES
+    found = compare(config(policies=["full"], tasks=["ppl", "needle_single"], task_options=given), quiet)
+    assert [row.data for row in found.results] == [str(tiny_folder), GENERATED]
+    assert f"data: {tiny_folder}; {GENERATED}" in (found.folder / "table.md").read_text()
 
 
 def test_changed_data_is_noticed_where_the_last_new_policy_fails(config, quiet, tiny_folder, tmp_path, monkeypatch):

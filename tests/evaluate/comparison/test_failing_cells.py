@@ -1,5 +1,6 @@
 """A scorer, wrapper or task that fails takes its own cell with it, and no other."""
 
+import json
 import math
 from dataclasses import dataclass
 
@@ -147,6 +148,31 @@ def test_a_killed_command_goes_on_with_the_next_sample(
     assert not list((comparison.folder / "unfinished").iterdir())
     if change != "data":
         assert {name: results(comparison)[name] for name in alone} == alone
+
+
+def test_a_batch_is_run_as_a_whole(config, quiet, tmp_path, monkeypatch):
+    """Its solutions are written together, so that half of a batch would write others."""
+    rows = [{"question": f"{i} + 1?", "answer": f"#### {i + 1}"} for i in range(5)]
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kind, calls, kills = tasks.TASKS["gsm8k_nats"][0], [], [True]
+    run = kind.run
+
+    def die(self, model, tokenizer, policies, samples):
+        calls.append([sample.id for sample in samples])
+        for index, outcome in run(self, model, tokenizer, policies, samples):
+            yield index, outcome
+            if outcome.sample == "2" and kills:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, "run", die)
+    options = {"gsm8k_nats": {"max_new_tokens": 3, "batch": 2}}
+    given = config(policies=["full"], tasks=["gsm8k_nats"], task_options=options, root=str(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        compare(given, quiet)
+    kills.clear()
+    [row] = compare(given, quiet).results
+    assert calls == [["0", "1", "2", "3", "4"], ["2", "3", "4"]] and row.n == 5
 
 
 @pytest.mark.parametrize(

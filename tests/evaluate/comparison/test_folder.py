@@ -61,6 +61,28 @@ def test_a_row_after_a_torn_one_stands_on_its_own_line(tmp_path, caplog):
     assert torn == LINE[:40] and parse(folder.SUMMARY, line) == SUMMARY
 
 
+@pytest.mark.parametrize("num_written", range(2))
+def test_a_cell_that_is_measured_again_is_never_half_new(tmp_path, num_written, monkeypatch):
+    """The process dies before it writes the views or the samples, one of which comes first."""
+    results, before = Folder(tmp_path), FinishedCell(SUMMARY, [OUTCOME], [])
+    results.append(before)
+    again = FinishedCell(replace(SUMMARY, mean=7.0), [replace(OUTCOME, score=7.0)], [])
+    written, write = [], folder._write
+
+    def die(path, text):
+        if len(written) == num_written:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, text)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(folder, "_write", die)
+        results.append(again)
+    assert [*results.read().values()] in ([], [before], [again])
+    results.append(again)
+    assert results.read() == {SUMMARY.key: again}
+
+
 def test_outcomes_of_an_unfinished_cell_come_back_up_to_a_torn_line(tmp_path):
     results, second = Folder(tmp_path), replace(OUTCOME, sample="4")
     assert results.unfinished("f") == []

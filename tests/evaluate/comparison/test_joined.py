@@ -11,6 +11,7 @@ from ag.config.recipes import dump
 from ag.evaluate.comparison.compare import join
 from ag.evaluate.comparison.folder import ROWS, Folder
 from ag.evaluate.comparison.rows import Comparison
+from ag.evaluate.comparison.verdict import find_verdicts
 from ag.report import main
 from tests.support import made_up
 from tests.support.refused import names
@@ -107,6 +108,35 @@ def test_a_label_with_two_meanings_has_the_name_of_its_folder(folder):
     first, second = (f"ag.policy('gates:{name}', budget=0.5)" for name in "xy")
     paths = folder("a", cell("g", policy=first, key="1")), folder("b", cell("g", policy=second, key="2"), cell("tova"))
     assert [name for _, name, _ in shown(*paths)] == ["g (a) 0.5", "g (b) 0.5", "tova 0.5"]
+
+
+def test_folders_with_one_name_are_told_apart_by_those_above_them(folder):
+    """As of `ag evaluate`, which writes RUN/evaluation; a folder that is named twice is one folder."""
+    first, second = (f"ag.policy('gates:{name}', budget=0.5)" for name in "xy")
+    made = folder("a/evaluation", cell("g", policy=first, key="1")), folder("b/evaluation", cell("g", policy=second))
+    paths = *made, made[0] / ".." / "evaluation"
+    assert [name for _, name, _ in shown(*paths)] == ["g (a/evaluation) 0.5", "g (b/evaluation) 0.5"]
+
+
+def test_equal_first_samples_are_equal_data(folder):
+    """Earlier versions wrote a folder or the hub also for generated samples."""
+    one, other = cell("h2o", key="k0", data="the hub"), cell("tova", key="k1", data="generated samples")
+    hashed = [replace(one.outcomes[0], content_hash="a"), *one.outcomes[1:]]
+    paths = [folder(name, each._replace(outcomes=hashed)) for name, each in (("a", one), ("b", other))]
+    cells, data = join(paths)
+    assert [each.summary.task for each in cells] == ["ppl", "ppl"] and data == "generated samples"
+
+
+def test_budgets_are_those_of_a_task(folder):
+    """One task has flags without a budget, the other a policy at a budget: each has a verdict."""
+    own = replace(cell("full", None, 0.0).summary, task="own", key="own")
+    flags = [cell("g50", None, 0.5, key="f", task="own", kept=0.5, policy="ag.policy('flags:x', share=0.5)")]
+    paths = folder("a", FULL._replace(summary=own), *flags), folder("b", FULL, cell("h2o"))
+    comparison = Comparison(join(paths)[0], paths[0])
+    assert [(one.task, one.budget, one.best.label) for one in find_verdicts(comparison)] == [
+        ("own", "", "g50"),
+        ("ppl", "0.5", "h2o"),
+    ]
 
 
 def test_of_one_policy_the_row_with_the_most_samples_counts(folder):

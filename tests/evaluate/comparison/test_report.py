@@ -103,7 +103,7 @@ def test_tables_hold_the_rows(compared):
         names(said, "4 haystacks, left out: 0; question after eviction", "standard error of the mean")
         names(said, tables.title(compared), tables.subtitle(compared), f"data: {compared.data}")
         assert "not informative for this model: exact match 0.0000 with the full cache" in said
-    assert tables.title(compared) == f"3 policies on {compared.data}: ppl, needle_single"  # model and data are beside
+    assert tables.title(compared) == f"3 policies on {compared.rows.model[0]}: ppl, needle_single"
     leaders = [line[0] for line in lines if line[0] in {*compared.rows.name} and len(line) == 3]
     ranked = compared.rows[compared.rows.task == "ppl"].sort_values("mean").name
     assert leaders == [*ranked]

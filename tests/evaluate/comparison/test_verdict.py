@@ -70,11 +70,29 @@ def test_the_best_is_best_on_common_samples(tmp_path):
     assert mine.mean > h2o.mean and (verdict.best.label, verdict.rival.label) == ("mine", "h2o")
 
 
+def test_memory_and_scores_are_of_common_samples(tmp_path):
+    """The full cache has read twelve further prompts, which are twice as long and which it fails."""
+    full, h2o = scored("full", None, 24), scored("h2o", 0.5, 6, of=12)
+    sizes = [1000] * 12 + [2000] * 12
+    outcomes = [
+        replace(one, kv_bytes=size, score=float(size == 1000), tags={"nats": 1.0})
+        for one, size in zip(full.outcomes, sizes, strict=True)
+    ]
+    full = FinishedCell(replace(full.summary, kv_bytes=1500.0, mean=0.5, nats=1.0), outcomes, [])
+    outcomes = [replace(one, kv_bytes=500, tags={"nats": 1.5}) for one in h2o.outcomes[:12]]
+    h2o = FinishedCell(replace(h2o.summary, kv_bytes=500.0, nats=1.5), outcomes, [])
+    comparison = Comparison([full, h2o], tmp_path)
+    assert [row.memory for row in comparison.results] == [1.0, 0.5]
+    verdict = str(find_verdict(comparison, "needles", "0.5"))
+    assert verdict.startswith("At 50 % of the memory") and "exact match 0.500 against 1.000, -0.500 [" in verdict
+    assert "it is far from the full cache" in verdict  # half of 1.0 is more than half of what is above the floor of 0.1
+
+
 def test_half_the_memory_is_measured(tmp_path):
     """Budgets in bytes: 0.5 keeps 90 % of the full cache's, 0.1 keeps 45 %; without a full cache the kept share."""
-    sizes = {"": 1000.0, "0.5": 900.0, "0.1": 450.0}
+    sizes = {"": 1000, "0.5": 900, "0.1": 450}
     cells = [
-        cell._replace(summary=replace(cell.summary, kv_bytes=sizes[f"{cell.summary.budget or ''}"]))
+        cell._replace(outcomes=[replace(one, kv_bytes=sizes[f"{cell.summary.budget or ''}"]) for one in cell.outcomes])
         for cell in made_up.comparison(tmp_path).cells.values()
         if f"{cell.summary.budget or ''}" in sizes
     ]
@@ -189,6 +207,15 @@ def test_without_a_verdict_it_says_why(tmp_path):
         assert no_full.sentences[1] == "The full cache has no result to compare with"
 
 
+def test_the_first_full_cache_says_what_a_model_can_do(tmp_path):
+    """And not one in codes of 8 bits."""
+    coded = scored("full int8", None, 1)
+    coded = coded._replace(summary=replace(coded.summary, policy="ag.policy('full', kv_dtype='int8')"))
+    cells = [scored("full", None, 24), coded, scored("h2o", 0.5, 12)]
+    assert Comparison(cells, tmp_path).uninformative("needles") == ""
+    assert "0.0417" in Comparison([coded, *cells], tmp_path).uninformative("needles")
+
+
 def test_two_curves_lead(tmp_path):
     """Nats over full by kept share, gates drawn last and in one colour, the full cache as a level at 0."""
     comparison = made_up.comparison(tmp_path)
@@ -208,5 +235,6 @@ def test_two_curves_lead(tmp_path):
     alone = Comparison([cell for cell in cells if cell.summary.budget], tmp_path, "h2o")
     [text] = [one for one in lead_charts(alone) if "ppl" in one.title]
     assert (text.y_label, text.zero) == ("nats", "")
+    assert "they are standard errors of the mean" in " ".join(render(alone, {"lead": [text]}).split())
     one_share = Comparison([cell for cell in cells if cell.summary.budget in (None, 0.5)], tmp_path)
     assert lead_charts(one_share) == []

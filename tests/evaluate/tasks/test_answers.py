@@ -153,6 +153,11 @@ def test_made_answers_under_a_public_grader():
         ("abc", "cba", True),
         ("3abcd", "3bcd", False),
         ("18 mph", "18", True),
+        ("123456789012", "123456789013", False),
+        ("123,456,789,012.0", "123456789013", False),
+        ("123456789012 + 1", "123456789013", True),
+        (r"10^{12}", "1000000000000", True),
+        ("()", "", False),
     ],
 )
 def test_answers_that_are_hard_to_read(answer, reference, equal):

@@ -117,6 +117,15 @@ def test_what_does_not_fit_is_counted_and_texts_lose_their_end(rows, tiny_tokeni
     assert (len(text.prompt), len(text.target_tokens)) == (22, 8)
 
 
+def test_an_answer_of_one_token_is_a_row(rows, tiny_tokenizer):
+    """With a prompt in blocks a policy can change it; a question after the context is read after the eviction."""
+    file = rows("a.jsonl", {"context": CONTEXT, "question": "Blue?", "answer": "y"})
+    for question, reads_on in (("before", False), ("after", True)):
+        found = loaded(tiny_tokenizer, file, question=question)
+        [sample] = found.samples
+        assert make("own", question=question).reads_on(sample) == reads_on and found.too_short == 0
+
+
 @pytest.mark.parametrize(
     ("record", "options", "words"),
     [

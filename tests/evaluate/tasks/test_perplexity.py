@@ -100,6 +100,27 @@ def test_divergence_of_a_stream(stream, tiny_llama):
     assert "kl" not in stream(policy, short, tokens=110)[0].tags
 
 
+def test_each_book_that_fits_is_compared_with_a_full_cache(root, tiny_llama, tiny_tokenizer, monkeypatch):
+    """Whatever the other books are; the log-probabilities of one that does not fit are not computed."""
+    model, policy = tiny_llama(max_position_embeddings=128), ag.policy("streaming_llm", 8, "steps:9", positions="slot")
+    task, sizes = make("ppl_stream", root, block=50), []
+    score = type(task)._score_stream
+
+    def record(*given):
+        scored = score(*given)
+        sizes.append(len(scored[2]))
+        return scored
+
+    monkeypatch.setattr(type(task), "_score_stream", record)
+    books = task.load(tiny_tokenizer, None, 512).samples
+    assert [task.length(book) > 128 for book in books] == [True, False, False, False]
+    together = [outcome.tags for _, outcome in task.run(model, tiny_tokenizer, [policy], books)]
+    assert ["kl" in tags for tags in together] == [False, True, True, True]
+    assert sizes == [0, *[-(-len(book.target_tokens) // COMPARED) for book in books[1:] for _ in ("full", policy)]]
+    [(_, alone)] = task.run(model, tiny_tokenizer, [policy], books[1:2])
+    assert alone.tags == together[1]
+
+
 @pytest.mark.parametrize(
     ("limit", "ids", "left_out"), [(2, ["0", "2"], 1), (3, ["0", "2", "4"], 2), (9, ["0", "2", "4"], 2)]
 )

@@ -10,10 +10,12 @@ import torch
 import ag
 from ag import data
 from ag.config import Config, DataConfig, ModelConfig
+from ag.config.data import CutConfig
 from ag.config.recipes import dump, load_config
 from ag.data.rows import Answer, Row
 from ag.errors import UserError
 from ag.evaluate.tasks import Sample, make
+from ag.evaluate.tasks.base import GENERATED
 from ag.evaluate.tasks.responses import of_rows
 from tests.support import by_hand
 from tests.support.bounds import hold, of_nats
@@ -50,6 +52,8 @@ KINDS = {
     "text": DataConfig(kind="text", name="corpus", prompt_min=20, prompt_max=44, continuation=6, val_samples=3),
     "facts": DataConfig(prompt_min=20, prompt_max=30, val_samples=4),
 }
+
+PAIRS = {name: getattr(CutConfig, name) for name in ("prompt_max", "continuation")}  # rows of pairs are not cut
 
 
 @pytest.fixture
@@ -93,8 +97,8 @@ def test_the_rows_are_those_that_the_run_was_validated_on(run, tiny_tokenizer, k
 def test_rows_that_a_run_trains_on_are_refused(run, tiny_tokenizer, write, tmp_path, kind):
     """Without a validation split the run's number says which rows are held out; fewer of them are fine."""
     rows = CORPUS if kind == "text" else [{"prompt": f"abc {i}", "response": f"xyz {i}"} for i in range(6)]
-    root = write("mine/train", rows)
-    task = make("responses", run_folder=run(kind, root=root, name="mine", val_samples=2))
+    root, changes = write("mine/train", rows), {} if kind == "text" else PAIRS
+    task = make("responses", run_folder=run(kind, root=root, name="mine", val_samples=2, **changes))
     assert [len(task.load(tiny_tokenizer, limit, 512).samples) for limit in (None, 1, 2)] == [2, 1, 2]
     with refuses(UserError, "samples=3", "data.val_samples", "at most 2", "samples=2"):
         task.load(tiny_tokenizer, 3, 512)
@@ -113,6 +117,20 @@ def test_a_run_whose_questions_come_after(run, tiny_tokenizer):
     short, long = [[7], [8]], [[7], [8, 9]]
     assert [task.reads_on(Sample("0", [5, 6], answers=case)) for case in (short, long)] == [False, True]
     assert task.reads_on(Sample("0", [5], answers=short, question=[6]))
+
+
+def test_rows_without_room_for_a_prompt_are_too_long(run, tiny_tokenizer, tmp_path, write):
+    write("mine/validation", [{"prompt": "ab", "response": text} for text in ("yes", "y" * 50)])
+    root = write("mine/train", [{"prompt": "ab", "response": "yes"}])
+    task = make("responses", run_folder=run("sft", root=root, name="mine", **PAIRS))
+    loaded = task.load(tiny_tokenizer, None, 40)
+    assert (len(loaded.samples), loaded.too_long, loaded.too_short) == (1, 1, 0)
+
+
+def test_the_source_is_that_of_the_runs_rows(run, tmp_path):
+    """The task has no root of its own."""
+    assert make("responses", run_folder=run("text")).source == str(tmp_path / "data")
+    assert make("responses", run_folder=run("facts")).source == GENERATED
 
 
 def test_lengths_of_plain_documents_can_be_given(run, tiny_tokenizer, write):
