@@ -110,7 +110,7 @@ def table(generations: dict[str, Generation]) -> Table:
 
 def generate(config: GenerateConfig) -> dict[str, Generation]:
     """Return continuations by name of the policy: under the policy, then with a full cache for ``compare=true``."""
-    prompt, policies, protected = config.prompt_or_chat(), _policies(config), config.spans()
+    prompt, policies, protected = config.prompt_or_chat, _policies(config), config.spans()
     gates = next(iter(policies.values())).spec.path or config.gates
     model, tokenizer = load_model(gates, config.model, config.dtype, config.device, adapter=config.adapter)
     text = prompt.text(tokenizer) if isinstance(prompt, Chat) else prompt

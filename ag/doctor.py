@@ -60,8 +60,13 @@ def packages(config: DoctorConfig) -> Finding:
     """Compare the installed packages with the versions that this library needs."""
     from packaging.requirements import Requirement
 
+    try:
+        requirements = [Requirement(text) for text in requires("ag") or ()]
+    except PackageNotFoundError:
+        text = f"ag itself is not installed, so that its requirements are unknown; Python {platform.python_version()}"
+        return Finding("packages", text, "pip install -e FOLDER, where FOLDER is the checkout of ag")
     problems = []
-    for requirement in map(Requirement, requires("ag") or ()):
+    for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -74,10 +75,13 @@ def locked(folder: Path, refusal: str, wait: float = 0) -> Iterator[None]:
 
 
 def file_names(names: Iterable[str]) -> list[str]:
-    """Return a file name without an ending for each name. Equal file names are numbered."""
-    plain = [re.sub(r"[^\w.+@-]+", "_", name) for name in names]
-    earlier = [plain[:number].count(name) for number, name in enumerate(plain)]
-    return [f"{name}_{count + 1}" if count else name for name, count in zip(plain, earlier, strict=True)]
+    """Return a file name without an ending for each name. A file name that is taken gets the next free number."""
+    unique_names: list[str] = []
+    for name in names:
+        plain = re.sub(r"[^\w.+@-]+", "_", name)
+        numbered = (f"{plain}_{number}" for number in itertools.count(2))
+        unique_names.append(next(x for x in itertools.chain([plain], numbered) if x not in unique_names))
+    return unique_names
 
 
 def checksum(file: Path) -> str:

@@ -23,7 +23,8 @@ def show(invocation: Invocation[PlanConfig]) -> int:
 def serving_text(config: PlanConfig, card: Card, share: float) -> str:
     """Return how many requests a server on a device holds at once, under a policy that keeps ``share`` of each prompt.
 
-    Its memory is what the weights leave of the device. Keys and values have the type ``model.dtype``.
+    Its memory is what the weights leave of the device. Weights, keys and values have the type ``model.dtype``: the
+    server does not load NF4, whatever the run trains with.
 
     Raises:
         ModelError: the model's configuration cannot be read.
@@ -37,9 +38,9 @@ def serving_text(config: PlanConfig, card: Card, share: float) -> str:
     from ag.model.hooks import instrument
     from ag.serve.admission import Admission
     from ag.training.made_outline import read_geometry
-    from ag.training.memory_plan import GIB, USABLE, plan
+    from ag.training.memory_plan import GIB, USABLE, outline_of
 
-    memory = max(0, int(USABLE * card.gib * GIB - plan(config).memory["base weights"]))
+    memory = max(0, int(USABLE * card.gib * GIB - outline_of(config).nbytes["base"]))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             read_geometry(config.model),

@@ -100,11 +100,11 @@ def fit(
         ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second Ctrl-C.
     """
-    existing = folder or (None if config.resume is None else Path(config.resume))
+    run_dir = folder or (None if config.resume is None else Path(config.resume))  # None: made once all is loaded
     with ExitStack() as stack:
         stack.enter_context(kept_environment(LAUNCH_VARIABLES))
-        if existing is not None and not dry_run:
-            _lock(existing, stack, RESTART if folder is not None else 0)
+        if run_dir is not None and not dry_run:
+            _lock(run_dir, stack, RESTART if folder is not None else 0)
         if dry_run:
             config = without_caches(config)
         disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
@@ -116,13 +116,14 @@ def fit(
         if isinstance(config.loss, ReplayConfig):
             replay.check_rows(datamodule.train_rows)
         module = make_module(config, base)
-        run_dir = None if dry_run else existing or run_folder(config)
-        if run_dir is not None and existing is None:
+        continue_from = folder if folder is not None and checkpoints(folder) else config.resume
+        checkpoint = None if continue_from is None else newest_valid(Path(continue_from))
+        if dry_run:
+            # Lightning's dry run has one epoch, and refuses a checkpoint of a later epoch
+            run_dir = checkpoint = None
+        elif run_dir is None:
+            run_dir = run_folder(config)
             _lock(run_dir, stack)
-        source_folder = folder if folder is not None and checkpoints(folder) else config.resume
-        checkpoint = None if source_folder is None else newest_valid(Path(source_folder))
-        if run_dir is None:
-            checkpoint = None  # Lightning's dry run has one epoch, and refuses a checkpoint of a later epoch
         trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
         if trainer.is_global_zero:
             print_start(datamodule, checkpoint)

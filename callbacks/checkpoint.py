@@ -108,10 +108,10 @@ class RunCheckpoint(StepCallback, Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the last complete step; with several ranks only after a signal, as saving needs all of them."""
         together = trainer.world_size == 1 or isinstance(exception, Stopped)
-        nothing_new = not self._resumable_counters or self._saved_step == trainer.global_step
+        nothing_new = self._saved_step == trainer.global_step
         # after an exception between the optimiser's step and the end of its batch, the copied counters are too old
-        nothing_new |= self._step != trainer.global_step
-        if isinstance(exception, NonFiniteError) or not together or nothing_new:
+        not_resumable = not self._resumable_counters or self._step != trainer.global_step
+        if isinstance(exception, NonFiniteError) or not together or nothing_new or not_resumable:
             return
         try:
             self._save(trainer, resumable=True)

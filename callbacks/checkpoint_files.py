@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 import zipfile
@@ -15,10 +16,13 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from ag.errors import UserError
 from ag.files import replacing
 
+STEP_FILE = re.compile(r"step=\d+\.ckpt")
+
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run, most optimiser steps first, without `best.ckpt`."""
-    return sorted((Path(run_dir) / "checkpoints").glob("step=*.ckpt"), key=step_of, reverse=True)
+    """Return the checkpoints `step=NUMBER.ckpt` of a run, most optimiser steps first; other files are left out."""
+    files = (Path(run_dir) / "checkpoints").glob("step=*.ckpt")
+    return sorted((file for file in files if STEP_FILE.fullmatch(file.name)), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:

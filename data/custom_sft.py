@@ -14,13 +14,14 @@ Gates act on the prompt, which ends where the loss begins.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ag.config.data import CutConfig, SftConfig, SplitConfig, StoredConfig
+from ag.config.keys import as_argument
 from ag.data.encode import encode, truncate_prompt, truncation_remedies
 from ag.data.rows import Row
 from ag.data.sources import TOO_DEEP_ERROR, DataError, Record, check_fields, dataset_name, dataset_of, num_held_out
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_PER_CALL = 64  # rows in a call of the tokenizer
+#: Keys that only documents read, which are cut.
+CUT_KEYS = ("prompt_min", "prompt_max", "continuation")
 #: Other names of columns by the key that names the column; they count while the key has its default.
 OTHER_NAMES = {"messages_field": "conversations", "response_field": "completion"}
 #: Roles of chat templates by ShareGPT's names; other roles are left as they are.
@@ -66,7 +69,8 @@ def read(data: SftConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context
     :meth:`ag.data.splits.DataKind.read`.
 
     Raises:
-        DataError: missing folder, split or field, an empty response, or messages without a chat template.
+        DataError: missing folder, split or field, an empty response, messages without a chat template, or a key that
+            rows of this form do not read.
     """
     source, counts = dataset_of(data), Counts()
     form = detect_form(next(source.read("train"), None), data, source.where("train"))
@@ -83,6 +87,12 @@ def read(data: SftConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context
             "which carries the loss (data.kind=text data.packing=packed: loss on all tokens)"
         )
         return replace(cut_documents(documents, seed, tokenizer, context), description=description)
+    refuse_unread(
+        data,
+        CUT_KEYS,
+        f"{source.where('train')}: rows with {' and '.join(form.columns)} are not cut and do",
+        f"leave it out, or give documents ({data.text_field})",
+    )
     if form.chat and tokenizer.chat_template is None:
         raise DataError(
             f"{source.where('train')} has messages, and the tokenizer {tokenizer.name_or_path} has no chat template: "
@@ -93,17 +103,34 @@ def read(data: SftConfig, seed: int, tokenizer: PreTrainedTokenizerBase, context
     remedy, counts.cut_remedy = truncation_remedies(data, context)
     counts.remedy = f"without a prompt, or with no room for one beside the response; {remedy}"
 
-    def rows(split: str, start: int, stop: int | None, max_rows: int | None, counts: SplitCounts) -> list[Row]:
+    def rows(split: str, start: int, stop: int | None, max_rows: int | None, split_counts: SplitCounts) -> list[Row]:
         numbered = itertools.islice(enumerate(source.read(split), start=1), start, stop)
         encoded = encoded_rows(form, data, tokenizer, numbered, source.where(split))
-        fits = (fit for row in encoded if (fit := truncate_prompt(row, limit, leading_tokens, counts)) is not None)
-        return list(itertools.islice(fits, max_rows))
+        cut_rows = (truncate_prompt(row, limit, leading_tokens, split_counts) for row in encoded)
+        return list(itertools.islice((row for row in cut_rows if row is not None), max_rows))
 
     train = rows("train", first, None, data.train_samples, counts.train)
     validation_split = "train" if first else "validation"
     validation = rows(validation_split, 0, first or None, data.val_samples, counts.validation)
     description = f"{dataset_name(data)}: {form.describe(tokenizer)}"
     return Splits(train, [(row,) for row in validation], counts, description=description)
+
+
+def refuse_unread(data: SftConfig, names: Iterable[str], reader: str, fix: str) -> None:
+    """Refuse the values of keys that are not read, unless they are the defaults.
+
+    Args:
+        data: the configuration.
+        names: the keys that are not read.
+        reader: what does not read them, to stand before "not read data.KEY".
+        fix: what to do instead.
+
+    Raises:
+        DataError: a key has another value than its default.
+    """
+    for name in names:
+        if (value := getattr(data, name)) != getattr(SftConfig, name):
+            raise DataError(f"data.{name}={as_argument(value)} with {reader} not read data.{name}; {fix}")
 
 
 def detect_form(row: Record | None, data: SftConfig, source_name: str) -> RowForm:

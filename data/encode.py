@@ -78,6 +78,8 @@ def truncate_prompt(row: Row, limit: int, start: list[int], counts: SplitCounts)
     cut = np.s_[first : first + lost]
     return row._replace(
         tokens=np.delete(row.tokens, cut),
+        # the cut may take the whole prompt and a part of the question after it; what is left then begins with a
+        # prompt of one token, as a model cannot read a prompt without tokens
         prompt_length=max(1, (row.prompt_length or 0) - lost),
         loss=None if row.loss is None else np.delete(row.loss, cut),
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ag.config.data import SftConfig, StoredConfig, TextConfig
-from ag.data.sources import DataError, dataset_name, dataset_of
-from ag.data.templates import TASKS, is_own
+from ag.data.sources import DataError, Source, dataset_name, dataset_of
+from ag.data.templates import find_task, is_own
 from ag.errors import UserError, first_line
 from ag.wheels import BASES, hub_name
 
@@ -27,7 +30,7 @@ class RowSample:
     count: int  # rows
     mean: float  # tokens of a row
     longest: int  # tokens of the longest row
-    padded: float  # mean over batches of the longest row in a batch, to which the batch is padded
+    mean_batch_length: float  # mean over batches of the longest row in a batch, to which the batch is padded
     with_loss: float  # mean number of a row's tokens that carry loss
 
 
@@ -45,7 +48,8 @@ def sample_rows(config: Config, context: int, count: int = ROWS) -> RowSample | 
     data = config.data
     if not isinstance(data, StoredConfig):
         return f"those of data.kind={data.kind} are generated"
-    if not _is_here(data):
+    hub_folder = _hub_folder(data)
+    if hub_folder is not None and not hub_folder.is_dir():
         return f"{dataset_name(data)} is not on this machine (data.root=FOLDER names a copy)"
     tokenizer_folder = _tokenizer_folder(config.model.name, config.model.revision)
     if tokenizer_folder is None:
@@ -60,7 +64,8 @@ def sample_rows(config: Config, context: int, count: int = ROWS) -> RowSample | 
         limits["cache"] = None  # it would hold these few rows
     try:
         tokenizer = load_tokenizer(str(tokenizer_folder), {"trust_remote_code": config.model.trust_remote_code})
-        splits = read(replace(data, **limits), config.seed, tokenizer, context)
+        with nullcontext() if hub_folder is None else _offline():
+            splits = read(replace(data, **limits), config.seed, tokenizer, context)
     except (UserError, OSError, ValueError) as error:
         return f"{dataset_name(data)} cannot be read ({first_line(error)})"
     rows = splits.train
@@ -74,27 +79,48 @@ def sample_rows(config: Config, context: int, count: int = ROWS) -> RowSample | 
         count=len(rows),
         mean=float(lengths.mean()),
         longest=int(lengths.max()),
-        padded=float(batches.max(axis=1).mean()),
+        mean_batch_length=float(batches.max(axis=1).mean()),
         with_loss=float(np.mean(loss)),
     )
 
 
-def _is_here(data: StoredConfig) -> bool:
-    """Whether a dataset is in a folder, or in the cache of ``datasets``."""
+def _hub_folder(data: StoredConfig) -> Path | None:
+    """Return where the cache of ``datasets`` has a dataset of the hub. None: the rows are not read from the hub."""
     if data.root is not None:
-        return True
-    if isinstance(data, SftConfig) and not is_own(data):
-        hub = TASKS[data.name].hub if data.name in TASKS else data.name
-    else:
-        try:
+        return None
+    try:
+        if isinstance(data, SftConfig) and not is_own(data):
+            task = find_task(data)
+            source = Source(task.hub, task.subset)
+        else:
             source = dataset_of(data)
-        except DataError:
-            return True  # the reading says what is wrong
-        if source.folder is not None:
-            return True
-        hub = source.name
+    except DataError:
+        return None  # the reading says what is wrong
+    if source.folder is not None:
+        return None
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or _hub_home() / "datasets")
-    return (cache / hub.replace("/", "___")).is_dir()
+    return cache / _cache_name(source.name) / (source.subset or "")
+
+
+def _cache_name(hub_id: str) -> str:
+    """Return the name of a dataset's folder in the cache, as ``datasets`` makes it (importing it takes a second)."""
+    *owner, name = hub_id.split("/")
+    snake_case = re.sub(r"([a-z\d])([A-Z])", r"\1_\2", re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", name)).lower()
+    return "___".join([*owner, snake_case])
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Refuse all requests to the hub: ``datasets`` then reads its cache, or raises."""
+    # datasets copies the constant when it is imported, so that it comes first
+    import datasets  # noqa: F401
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _tokenizer_folder(name: str, revision: str | None) -> Path | None:

@@ -71,12 +71,13 @@ class ResponseCutter:
             ]:
                 length = max(fitting) if validates else int(rng.choice(fitting))
                 end = position + length - len(self.start)
-                context, next_tokens = tokens[position:end], tokens[end : end + RESPONSE_TOKENS]
+                passage, next_tokens = tokens[position:end], tokens[end : end + RESPONSE_TOKENS]
+                context = passage
                 questions_answers: Iterable[tuple[list[int], list[int]]] = ()
                 if "question" in self.response_kinds and rng.random() < 0.5:
-                    context, questions_answers = self._with_facts(context, stop, rng, split)
+                    context, questions_answers = self._with_facts(passage, stop, rng, split)
                 elif "question" in self.response_kinds:
-                    context, questions_answers = self._with_rules(context, rng)
+                    context, questions_answers = self._with_rules(passage, rng)
                 questions = cycle(questions_answers)
                 for kind in self.response_kinds:
                     if kind == "again":
@@ -109,9 +110,11 @@ class ResponseCutter:
         return Row(tokens, prompt, loss=loss, context_length=len(self.start) + len(context))
 
     def _with_facts(
-        self, context: list[int], stop: int, rng: np.random.Generator, split: str
+        self, passage: list[int], stop: int, rng: np.random.Generator, split: str
     ) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-        """Return the context, equally long, with facts between its sentences, and a question and answer for each fact.
+        """Return a context, and a question and answer for each of the facts in it.
+
+        The context is as long as the passage: its text, cut at the start, with the facts between its sentences.
 
         In half of the contexts all facts have one relation, and only the names tell them apart. Half of the questions
         end with the beginning of the fact; the answer is its end.
@@ -133,7 +136,7 @@ class ResponseCutter:
             else:
                 questions.append((f"\n\n{question}\n{beginning}", end))
         stated = tokenize_after(self.tokenizer, facts)
-        text = _trim_context(context, sum(map(len, stated)), f"{NUM_FACTS} facts")
+        text = _trim_passage(passage, sum(map(len, stated)), f"{NUM_FACTS} facts")
         room = len(text)
         ends = [i + 1 for i, token in enumerate(text[:-1]) if token == stop] or list(range(1, room))
         cuts = sorted(rng.choice(ends, NUM_FACTS).tolist())
@@ -143,12 +146,12 @@ class ResponseCutter:
         return mixed, [(prompts[index], answers[index]) for index in rng.permutation(NUM_FACTS)]
 
     def _with_rules(
-        self, context: list[int], rng: np.random.Generator
+        self, passage: list[int], rng: np.random.Generator
     ) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-        """Return a context, equally long, that begins with rules, and for each rule a lead and the text it demands.
+        """Return a context that begins with rules, and for each rule a lead and the text it demands.
 
-        The rules are a system prompt; the context begins the user's message. A lead is the end of this message, the
-        opening of an answer and its first words.
+        The context is as long as the passage. The rules are a system prompt; the passage, cut at the start, begins the
+        user's message. A lead is the end of this message, the opening of an answer and its first words.
         """
         min_rules, max_rules = NUM_RULES
         number = int(rng.integers(min_rules, max_rules + 1))
@@ -161,20 +164,20 @@ class ResponseCutter:
         [head] = tokenize(self.tokenizer, [before_text])
         prompts = tokenize_after(self.tokenizer, [after_text + rule.lead for rule in chosen_rules])
         answers = tokenize_after(self.tokenizer, [rule.followed.format(what=demand) for rule, demand in demands])
-        text = _trim_context(context, len(head), f"a system prompt of {len(head)} tokens")
+        text = _trim_passage(passage, len(head), f"a system prompt of {len(head)} tokens")
         # shuffled: a context may have fewer questions than rules
         return [*head, *text], [(prompts[index], answers[index]) for index in rng.permutation(number)]
 
 
-def _trim_context(context: list[int], reserved: int, purpose: str) -> list[int]:
-    """Cut ``reserved`` tokens off a context's start; the text after the context still continues it."""
-    room = len(context) - reserved
+def _trim_passage(passage: list[int], reserved: int, purpose: str) -> list[int]:
+    """Cut ``reserved`` tokens off a passage's start; the text after the passage still continues it."""
+    room = len(passage) - reserved
     if room < NUM_FACTS:
         raise DataError(
-            f"data.contexts: a context of {len(context)} tokens has no room for {purpose}: use longer ones, or leave "
+            f"data.contexts: a context of {len(passage)} tokens has no room for {purpose}: use longer ones, or leave "
             "question out of data.responses."
         )
-    return context[reserved:]
+    return passage[reserved:]
 
 
 def make_cutter(

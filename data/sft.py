@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ag.config.data import QuestionConfig, SftConfig
-from ag.config.keys import as_argument
 from ag.data import custom_sft
 from ag.data.encode import encode, truncate_prompt, truncation_remedies
 from ag.data.rows import Row
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 
 #: Keys that only rows of your own read.
 OWN_KEYS = (
-    "subset", "revision", "text_field", "prompt_field", "response_field", "messages_field", "prompt_min", "prompt_max",
-    "continuation",
+    "subset", "revision", "text_field", "prompt_field", "response_field", "messages_field", *custom_sft.CUT_KEYS,
 )  # fmt: skip
 
 
@@ -40,12 +38,8 @@ class Supervised(DataKind):
         assert isinstance(data, SftConfig)
         if not is_own(data):
             find_task(data)
-            for name in OWN_KEYS:
-                if (value := getattr(data, name)) != getattr(SftConfig, name):
-                    raise DataError(
-                        f"data.{name}={as_argument(value)} with data.name={data.name}: a task of the table does not "
-                        f"read data.{name}; leave it out, or give rows of your own"
-                    )
+            reader = f"data.name={data.name}: a task of the table does"
+            custom_sft.refuse_unread(data, OWN_KEYS, reader, "leave it out, or give rows of your own")
         if data.question == "after" and not (data.name in TASKS and TASKS[data.name].context):
             raise DataError(
                 f"data.question=after with data.name={data.name}: expected a task with a text before its question "

@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".csv.gz", ".txt")
-STATE, SPLITS = "state.json", "dataset_dict.json"  # files in folders that save_to_disk wrote
+STATE = "state.json"  # a file in the folder of each dataset that save_to_disk wrote
 LONGEST_CELL = 1 << 30  # characters in a cell of CSV; Python's own bound is 131,072
 TOO_DEEP_ERROR = "has objects inside objects too deep to be read: leave the row out"
 
@@ -39,7 +40,7 @@ class Source:
     """A dataset: on the hub, or in ``folder``.
 
     The folder holds ``SPLIT.jsonl`` or shards ``SPLIT-*.jsonl`` (other ENDINGS too), or the output of ``save_to_disk``
-    of the datasets library: splits by name, or a single dataset, which is the training split.
+    of the datasets library: a folder for each split, or a single dataset, which is the training split.
     """
 
     name: str  # hub id, for example google/boolq
@@ -79,9 +80,9 @@ class Source:
     def _split_files(self, split: str) -> list[Path]:
         """Return the files of a split, or the folder that ``save_to_disk`` wrote of it."""
         assert self.folder is not None
-        saved = self.folder if split == "train" and not (self.folder / SPLITS).exists() else self.folder / split
-        if (saved / STATE).is_file() and any(saved.glob("*.arrow")):
-            return [saved]
+        for folder in [self.folder / split, *([self.folder] if split == "train" else [])]:
+            if _is_saved(folder):
+                return [folder]
         whole_files = [file for end in ENDINGS if (file := self.folder / f"{split}{end}").is_file()]
         shards = sorted(file for file in self.folder.glob(f"{split}-*") if file.name.endswith(ENDINGS))
         if len(whole_files) + bool(shards) > 1:
@@ -169,8 +170,13 @@ def dataset_name(data: DataConfig) -> str:
 
 
 def holds_rows(folder: Path) -> bool:
-    """Whether a folder itself contains files of rows."""
-    return any(file.name.endswith(ENDINGS) for file in folder.glob("*"))
+    """Whether a folder itself contains files of rows, or the training split that ``save_to_disk`` wrote."""
+    return any(file.name.endswith(ENDINGS) for file in folder.glob("*")) or _is_saved(folder / "train")
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` wrote this folder of a single dataset."""
+    return (folder / STATE).is_file() and any(folder.glob("*.arrow"))
 
 
 def check_fields(row: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]], location: str) -> None:
@@ -238,6 +244,9 @@ def _read_csv(file: Path) -> Iterator[Record]:
                 )
             if header:
                 yield dict(zip(header, cells, strict=True))
+            # spreadsheets add empty columns, which no key names
+            if not header and (twice := [name for name, count in Counter(cells).items() if name and count > 1]):
+                raise DataError(f"{file} has the column {twice[0]} twice in its header: rename one of the two")
             header = header or cells
     except csv.Error as error:
         raise DataError(f"{file} is not CSV at line {rows.line_num}: {error}") from error

@@ -5,23 +5,15 @@
 # 1,024 tokens at a time. Called again with the same NAME it goes on from the newest intact checkpoint.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export AG_RUN="${1:?give the run a name: bash scripts/launch_4x4090.sh NAME [key=value ...]}"
-output=runs
-for word in "${@:2}"; do
-    case "$word" in output=*) output="${word#*=}" ;; esac # of several the last one counts, as in Python
-done
-run="$output/redpajama_cpt/$AG_RUN"
+source scripts/run_folder.sh
+run="$(run_folder redpajama_cpt "$AG_RUN" "${@:2}")"
 
 export NCCL_P2P_DISABLE=1  # cards of this kind have no peer-to-peer transfer, and drivers that claim it make NCCL hang
 export PYTORCH_ALLOC_CONF=expandable_segments:True  # less fragmentation between steps
 export OMP_NUM_THREADS=8
 
 for attempt in 1 2 3 4 5; do
-    start=(recipe=redpajama_cpt checkpoint.every_steps=25)
-    if compgen -G "$run/checkpoints/step=*.ckpt" >/dev/null; then
-        start=("resume=$run")
-    elif [ -d "$run" ]; then  # it ended before its first checkpoint
-        mv "$run" "$run.$(date +%s)"
-    fi
+    start_or_resume "$run" recipe=redpajama_cpt checkpoint.every_steps=25
     code=0
     .venv/bin/python -m ag.fit "${start[@]}" "${@:2}" || code=$?
     case $code in

@@ -6,14 +6,13 @@ case "${1:-}" in
     "" | *=*) ;;
     *) output="$1" && shift ;;
 esac
-for word in "$@"; do
-    case "$word" in output=*) output="${word#*=}" ;; esac # of several the last one counts, as in Python
-done
+log="$(mktemp)"
+trap 'rm "$log"' EXIT
 
 .venv/bin/python -m ag.models smollm2
-.venv/bin/python -m ag.fit recipe=quickstart output="$output" "$@"
-run="$(ls -d "$output"/quickstart/*/ | tail -n 1)"
-.venv/bin/python -m ag.generate gates="${run}export" prompt="$(cat scripts/quickstart.txt)" max_new_tokens=12 compare=true
+.venv/bin/python -m ag.fit recipe=quickstart output="$output" "$@" | tee -i "$log"
+run="$(sed -n 's/^run folder: //p' "$log")"
+.venv/bin/python -m ag.generate gates="$run/export" prompt="$(cat scripts/quickstart.txt)" max_new_tokens=12 compare=true
 .venv/bin/python -m ag.evaluate run="$run"
 cat <<END
 

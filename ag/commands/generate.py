@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -44,11 +45,12 @@ class GenerateConfig(SharedPolicy):
     def check(self) -> None:
         """Refuse a policy, a prompt and spans that cannot be used."""
         self.spec()
-        self.prompt_or_chat()
+        _ = self.prompt_or_chat
         self.spans()
 
+    @cached_property  # a file may be a pipe, which can be read once
     def prompt_or_chat(self) -> str | Chat:
-        """Return the text to continue, or the chat to answer.
+        """The text to continue, or the chat to answer.
 
         Raises:
             UserError: none is given, or more than one, or its file cannot be read.

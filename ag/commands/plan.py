@@ -41,7 +41,14 @@ class PlanConfig(Config):
             raise ValueError(f"tflops={self.tflops:g}: expected a number above 0, or here")
         if self.share is not None and self.gpu is None:
             raise ValueError(f"share={self.share:g}: expected gpu= with it, the device of the server")
-        if self.gpu is not None and (count := _split(self.gpu)[1]):
+        name, count = (None, None) if self.gpu is None else _split(self.gpu)
+        if count is not None:
+            devices = self.trainer.devices
+            if self.resume is not None and devices != int(count):
+                raise ValueError(
+                    f"gpu={self.gpu} with trainer.devices={devices} and resume={self.resume}: a run keeps its number "
+                    f"of devices: expected gpu={name}x{devices} or gpu={name}"
+                )
             self.trainer.devices = int(count)
 
     @property

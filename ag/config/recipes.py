@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 PATHS = ("export", "file", "folder", "output")  # values of Key.holds that mean paths
-#: Sections with several dataclasses: the function that chooses the tag of one, the keys that it reads, all by tag.
-CHOSEN: Mapping[str, tuple[Callable[[Mapping[str, Any]], str], Sequence[str], Mapping[str, type[Any]]]] = {
-    "data": (choose_data, ("kind", "packing"), DATA),
-    "loss": (choose_loss, ("objective", "share_high", "replay"), LOSSES),
+#: Sections with several dataclasses: the function that chooses the tag of one, and all of them by tag.
+CHOSEN: Mapping[str, tuple[Callable[[Mapping[str, Any]], str], Mapping[str, type[Any]]]] = {
+    "data": (choose_data, DATA),
+    "loss": (choose_loss, LOSSES),
 }
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another command
 MAY_CHANGE_ON_RESUME = re.compile(
@@ -117,28 +117,28 @@ def _flatten(tree: Mapping[Any, Any], schema_keys: Mapping[str, Key], prefix: st
 def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = False) -> T:
     """Return the configuration of values; ``__post_init__`` of its sections checks combinations.
 
-    A section may have several dataclasses, of which values such as ``data.kind`` choose one. A layer that chooses
-    another one than the layers before it also drops the values of those layers that the dataclass does not have;
-    ``drop`` drops them from all layers. The last value of a key counts.
+    The last value of a key counts; the entries of mappings are merged (:func:`_merge`). A section may have several
+    dataclasses, of which values such as ``data.kind`` choose one. A layer that chooses another one than the layers
+    before it also drops the values of those layers that the dataclass does not have; ``drop`` drops them from all
+    layers.
 
     Raises:
         ConfigError: a required key has no value, a key does not belong to the chosen dataclass, or a combination is
             invalid.
     """
-    schema_keys, values, layer_of = keys(schema), dict[str, Any](), dict[str, int]()
-    for number, layer in enumerate(layers):
-        values |= layer
-        layer_of |= dict.fromkeys(layer, number)
+    schema_keys = keys(schema)
+    layer_of = {name: number for number, layer in enumerate(layers) for name in layer}
     tree: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in _merge(layers, schema_keys).items():
         *sections, leaf = name.split(".")
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
         node[leaf] = _expand_home(value) if schema_keys[name].holds in PATHS else value
-    for section in tree.keys() & CHOSEN.keys() - schema_keys.keys():
-        choose, choosing, classes = CHOSEN[section]
-        tag, chosen_in = choose(tree[section]), max(layer_of.get(f"{section}.{name}", -1) for name in choosing)
+    sections_with_choice = CHOSEN.keys() - schema_keys.keys()  # in some schemas the name is that of a single key
+    for section in tree.keys() & sections_with_choice:
+        choose, classes = CHOSEN[section]
+        tag, chosen_in = choose(tree[section]), _chosen_in(section, layers)
         for leaf in [leaf for leaf in tree[section] if leaf not in classes[tag].__dataclass_fields__]:
             name, value = f"{section}.{leaf}", tree[section].pop(leaf)
             says_nothing = value == schema_keys[name].default
@@ -156,6 +156,35 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
         raise ConfigError(str(detail["ctx"]["error"])) from None  # of __post_init__; the values have the keys' types
 
 
+def _merge(layers: Sequence[Mapping[str, Any]], schema_keys: Mapping[str, Key]) -> dict[str, Any]:
+    """Return the values of layers by dotted key; the last value of a key counts.
+
+    A layer changes single entries of a mapping, and single options within an entry. Where it shortens the list that
+    names the entries (``Key.of``), entries of earlier layers go with their names.
+    """
+    values: dict[str, Any] = {}
+    for layer in layers:
+        earlier, values = values, {**values, **layer}
+        for name in [name for name in values if get_origin(schema_keys[name].type) is dict]:
+            list_key, has_options = schema_keys[name].of, get_origin(get_args(schema_keys[name].type)[1]) is dict
+            dropped = {*(earlier.get(list_key) or [])} - {*(values.get(list_key) or [])}
+            entries = {entry: value for entry, value in earlier.get(name, {}).items() if entry not in dropped}
+            for entry, value in layer.get(name, {}).items():
+                entries[entry] = {**entries.get(entry, {}), **value} if has_options else value
+            values[name] = entries
+    return values
+
+
+def _chosen_in(section: str, layers: Sequence[Mapping[str, Any]]) -> int:
+    """Return the index of the last layer that changes which dataclass of a section is chosen; 0 if none does."""
+    choose, _ = CHOSEN[section]
+    values, tags, prefix = dict[str, Any](), list[str](), f"{section}."
+    for layer in layers:
+        values |= {name.removeprefix(prefix): value for name, value in layer.items() if name.startswith(prefix)}
+        tags.append(choose(values))
+    return max((number for number in range(1, len(tags)) if tags[number] != tags[number - 1]), default=0)
+
+
 @cache
 def _adapter(schema: Any) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
@@ -171,10 +200,10 @@ def _expand_home(value: Any) -> Any:
 def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
     """Build the configuration: the values of ``recipe=``, ``config=`` or the run of ``resume=``, then the overrides."""
     schema_keys = keys(schema)
-    mappings = {name: key for name, key in schema_keys.items() if get_origin(key.type) is dict}
+    mappings = [key for key in schema_keys.values() if get_origin(key.type) is dict]
     entries: dict[str, Key] = {}  # the mapping of each override that sets an entry of one
     for name in [name for name in overrides if name not in schema_keys]:
-        mapping = next((key for key in mappings.values() if name.startswith(f"{key.name}.")), None)
+        mapping = next((key for key in mappings if name.startswith(f"{key.name}.")), None)
         if mapping is None:
             raise unknown_key_error(name, schema_keys)
         entries[name] = mapping
@@ -191,12 +220,6 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
                 raise ConfigError(f"config={layer['config']} in a file of config=: write base: {layer['config']}")
     elif override_values.get("resume"):
         layers = [values_of(load_config(_run_config(override_values["resume"]), schema))]
-    start = {name: value for layer in layers for name, value in layer.items()}
-    for name, mapping in mappings.items():
-        removed = {*start.get(mapping.of, [])} - {*override_values.get(mapping.of, start.get(mapping.of, []))}
-        if name in start:
-            kept = {entry: value for entry, value in start[name].items() if entry not in removed}
-            override_values.setdefault(name, kept)
     for name, mapping in entries.items():
         values = override_values.get(mapping.name, {})
         override_values[mapping.name] = _set_entry(mapping, values, name, overrides[name])
@@ -207,7 +230,7 @@ def resolve(schema: type[T], overrides: Mapping[str, str]) -> T:
 
 
 def _set_entry(mapping: Key, values: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Return a mapping after ``MAPPING.ENTRY=text`` or ``MAPPING.ENTRY.KEY=text``; ENTRY may have dots."""
+    """Return values of a mapping after ``MAPPING.ENTRY=text`` or ``MAPPING.ENTRY.KEY=text``; ENTRY may have dots."""
     entry, hint = name.removeprefix(f"{mapping.name}."), get_args(mapping.type)[1]
     if get_origin(hint) is not dict:
         return {**values, entry: from_text(Key(name, hint), text)}

@@ -53,9 +53,14 @@ class Run:
         return "--dry-run" in self.command
 
     def start(self, **arguments: Any) -> subprocess.Popen[bytes]:
-        """Start the process, from the last checkpoint if there is one; ``arguments`` go to Popen."""
+        """Start the process, from the last checkpoint if there is one; ``arguments`` go to Popen.
+
+        The process does not see the variables of SLURM: they are of the task that started the sweep or the cluster, and
+        the run would take itself for one rank of that task's ranks.
+        """
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         return subprocess.Popen(
-            (*self.command, *_resume_arguments(self)), env=os.environ | {"AG_RUN": self.name}, **arguments
+            (*self.command, *_resume_arguments(self)), env=environment | {"AG_RUN": self.name}, **arguments
         )
 
 

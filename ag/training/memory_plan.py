@@ -56,6 +56,7 @@ class MemoryPlan:
     parameters: dict[str, int]  # number of parameters of base, gates, LoRA
     memory: dict[str, float]  # bytes by part under the configuration's settings; their sum is a step's peak
     activations: tuple[float, float]  # bytes kept for the backward pass, without and with checkpointing
+    weights: float  # bytes of the whole base weights on one device, for inference
     kv_cache: int  # bytes of a full KV cache of one row, for inference
     flops: float  # operations of one optimiser step on one GPU
     tokens: int  # tokens of one optimiser step on all GPUs, padding included
@@ -71,8 +72,8 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
 
     Args:
         config: a whole configuration; ``model.name`` may also be the path of a JSON file with a model's configuration.
-        row: the tokens of each of the ``data.batch_size`` rows, and how many of them carry loss. None: all rows are
-            assumed full, of the longest length that the data settings allow.
+        row: the tokens of each of the ``data.batch_size`` rows, and how many of them carry loss, at most as many as of
+            a full row. None: all rows are assumed full, of the longest length that the data settings allow.
 
     Raises:
         ModelError: the model's configuration cannot be read.
@@ -87,22 +88,23 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
     full_length, loss_tokens = _full_row(config, model.context)
     length: float = full_length
     if row is not None:
-        length, loss_tokens = row[0], config.data.batch_size * row[1]
+        length, loss_tokens = row[0], min(loss_tokens, config.data.batch_size * row[1])
     tokens = config.data.batch_size * length
 
     # the weights
     sizes: dict[str, float] = {"base weights": model.nbytes["base"]}
     if config.model.quantization == "nf4":
         sizes["base weights"] += model.linear_count * NF4_BYTES - model.linear_nbytes
+    whole_weights = sizes["base weights"]
     trained = ("gates", "LoRA")
     sizes |= {name: float(model.nbytes[name]) for name in trained}
     learned = sizes["gates"] + sizes["LoRA"]
     states = {"gradients": learned, "optimiser": 2 * learned}
     world = config.trainer.devices * config.trainer.num_nodes
     if config.trainer.strategy == "fsdp2":
-        weights = sizes["base weights"] - model.outside_nbytes
-        gathered = 2 * (weights + learned) / len(model.attending)  # this layer and the next
-        sizes = {"base weights": model.outside_nbytes + weights / world} | {x: sizes[x] / world for x in trained}
+        layer_weights = whole_weights - model.outside_nbytes
+        gathered = 2 * (layer_weights + learned) / len(model.attending)  # this layer and the next
+        sizes = {"base weights": model.outside_nbytes + layer_weights / world} | {x: sizes[x] / world for x in trained}
         states = {name: size / world for name, size in states.items()} | {"gathered layers": gathered}
     elif world > 1:
         states["all-reduce buckets"] = learned
@@ -113,10 +115,10 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
     count_layer = _regressed_layer if regresses else _layer
     layers = [count_layer(config, model, length, layer, gate_of.get(n)) for n, layer in enumerate(model.layers)]
     layers_with_graph = layers[min(gate_of) :] if config.train == "gates" else layers
-    storage_bytes, product_bytes = ITEM_BYTES[config.model.dtype], _product_bytes(config)
+    stored_bytes, product_bytes = ITEM_BYTES[config.model.dtype], _product_bytes(config)
     teacher, width = config.loss.objective == "kl", model.width
-    state = storage_bytes * width
-    rotations = 2 * length * model.head_dim * storage_bytes
+    state = stored_bytes * width
+    rotations = 2 * length * model.head_dim * stored_bytes
     last = 0 if regresses else tokens * (4 * width + state * (1 + teacher)) + rotations
     without_checkpointing = last + sum(tokens * layer.saved + layer.copies for layer in layers_with_graph)
     checkpointed = last + tokens * (state * len(layers) + 12 * model.num_kv_heads * len(model.gates))
@@ -151,7 +153,8 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
             "logits or temporary": max(chunk * model.vocabulary * logit, temporary),
         },
         activations=(without_checkpointing, without_checkpointing if regresses else checkpointed),
-        kv_cache=model.kv_count * full_length * product_bytes,
+        weights=whole_weights,
+        kv_cache=model.kv_count * full_length * stored_bytes,  # a model that is loaded for inference has no autocast
         flops=config.trainer.accumulate * flops,
         tokens=round(world * config.trainer.accumulate * tokens),
     )
@@ -184,12 +187,13 @@ def report(
     step_plan = full_plan = plan(config)
     row_lines = []
     if isinstance(rows, RowSample):
-        step_plan, longest = plan(config, (rows.padded, rows.with_loss)), plan(config, (rows.longest, rows.longest))
+        step_plan = plan(config, (rows.mean_batch_length, rows.with_loss))
+        longest = plan(config, (rows.longest, rows.longest))
         row_lines += [
             f"this memory is of full rows; rows of {rows.longest:,} tokens, the longest of the first {rows.count:,}, "
             f"take {longest.total / GIB:.2f} GiB",
             f"tokens of a step: the first {rows.count:,} rows of {rows.name} have {rows.mean:,.0f} tokens in the mean, "
-            f"and batches are padded to {rows.padded:,.0f}",
+            f"and batches are padded to {rows.mean_batch_length:,.0f}",
         ]
     elif rows is not None:
         row_lines.append(f"tokens of a step: all rows are full, because {rows}")
@@ -237,7 +241,7 @@ def _verdict(step_plan: MemoryPlan, card: Card) -> list[str]:
     """Say whether a step fits a device, and how many whole rows its memory holds without training."""
     usable, needed = USABLE * card.gib, step_plan.total / GIB
     answer = "yes" if needed <= usable else "no"
-    weights = step_plan.memory["base weights"]
+    weights = step_plan.weights
     num_rows = max(0, int((usable * GIB - weights) // step_plan.kv_cache))
     return [
         f"training fits {card.name}: {answer}, {needed:.1f} of {usable:.1f} GiB usable ({USABLE:.0%} of {card.gib:g})",
@@ -283,9 +287,9 @@ def _layer(
     """Count a layer of the adapted model, and its gate; a gate of None means that the layer has none."""
     width, head_dim = model.width, model.head_dim
     heads = (model.num_heads + model.num_kv_heads) * head_dim
-    product, stored = _product_bytes(config), ITEM_BYTES[config.model.dtype]
+    product_bytes, stored_bytes = _product_bytes(config), ITEM_BYTES[config.model.dtype]
     mixed = config.trainer.precision in AUTOCAST
-    e = product if mixed else 4  # bytes of a number that gates and adapters compute with
+    trained_bytes = product_bytes if mixed else 4  # of a number that gates and adapters compute with
 
     linear = dict(layer.linear)
     mlp = {n: w for n, w in linear.items() if not n.startswith("self_attn.") and not w.trained}
@@ -297,7 +301,7 @@ def _layer(
     output_is_dropped = (
         layer.norms.count(width) <= 2 and not layer.expert_count and mlp and not list(mlp)[-1].endswith("base_layer")
     )
-    saved = 4 * norm_numbers + product * (2 * heads + mlp_numbers) + 4 * model.num_heads
+    saved = 4 * norm_numbers + product_bytes * (2 * heads + mlp_numbers) + 4 * model.num_heads
     products = 4 * model.num_heads * head_dim * (_keys(length, layer.window) if layer.attends else 0)
 
     kept_inputs: dict[Any, int] = {}  # kept numbers of the inputs of trained matrices, by input
@@ -305,7 +309,7 @@ def _layer(
     last_parts = dict(blocks[name] for name, w in linear.items() if not w.trained)
     for name, weight in linear.items():
         block, part = blocks[name]
-        input_is_shared = not mixed and stored == 4 and "lora_A" in name
+        input_is_shared = not mixed and stored_bytes == 4 and "lora_A" in name
         if weight.trained:
             kept_inputs[(block, part == last_parts[block]) if input_is_shared else name] = weight.inputs
     if gate is not None:
@@ -313,7 +317,7 @@ def _layer(
         gate_weights = {f"gate.{name}": weight for name, weight in gate.items()}
         input_matrices = [name for name, w in gate_weights.items() if w.inputs == width]
         num_outputs = sum(gate_weights[name].outputs for name in input_matrices)
-        saved += 16 * model.num_kv_heads + e * num_outputs * (len(input_matrices) < len(gate_weights))
+        saved += 16 * model.num_kv_heads + trained_bytes * num_outputs * (len(input_matrices) < len(gate_weights))
         if model.gates_attend:
             num_keys = length if gate_config.scope == "prompt" else _keys(length, gate_config.window)
             products += 4 * gate_config.num_heads * gate_config.head_dim * num_keys
@@ -324,9 +328,9 @@ def _layer(
     trained = sum(w.count for w in linear.values() if w.trained)
     weights = sum(w.count for w in linear.values()) + layer.expert_count
     return _Layer(
-        saved=saved + e * sum(kept_inputs.values()),
+        saved=saved + trained_bytes * sum(kept_inputs.values()),
         inner=inner + layer.expert_count / 3 / width,
-        copies=product * mixed * (trained if stored == product else weights),
+        copies=product_bytes * mixed * (trained if stored_bytes == product_bytes else weights),
         forward=2 * weights + products,
         recomputed=2 * (weights - (down_weight.count if output_is_dropped else 0)) + products,
         backward=2 * (weights + trained) + 2.5 * products,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ag.callbacks.checkpoint import RunCheckpoint
-from ag.callbacks.checkpoint_files import AtomicCheckpointIO, newest_valid
+from ag.callbacks.checkpoint_files import AtomicCheckpointIO, checkpoints, newest_valid
 from ag.callbacks.steps import Throughput
 from ag.config import CheckpointConfig
 from ag.files import read_metrics
@@ -47,6 +47,13 @@ def test_newest_k_and_best_stay(tmp_path: Path) -> None:
         resumed = RunCheckpoint(tmp_path, CheckpointConfig(monitor=monitor))
         resumed.load_state_dict(state)
         assert resumed.state_dict() == {"best": best_before, "monitor": monitor}
+
+
+def test_only_files_with_a_number_of_steps_are_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("best", "step=000100", "step=1000000", "step=000100-backup", "step=x", "old-step=000200"):
+        (tmp_path / "checkpoints" / f"{name}.ckpt").touch()
+    assert [path.stem for path in checkpoints(tmp_path)] == ["step=1000000", "step=000100"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -2,7 +2,7 @@
 
 import os
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from ag import doctor
 from ag.commands.doctor import DoctorConfig
 from ag.kernels import native
 from tests.support import ROOT
+from tests.support.refused import names
 
 QUIET = DoctorConfig(hub=False, compile=False)
 
@@ -48,6 +49,16 @@ def test_a_package_of_a_wrong_version_or_missing_is_named_with_the_command(monke
     assert found.fix == "pip install 'torch<100,>=99' 'no-such-package>=1'"
     monkeypatch.setattr(doctor, "requires", lambda name: ["rich>=13"])
     assert doctor.packages(QUIET).fix is None
+
+
+def test_a_checkout_that_is_not_installed(monkeypatch):
+    def requires(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", requires)
+    found = doctor.packages(QUIET)
+    names(found.text, "ag", "not installed")
+    names(found.fix, "pip install -e")
 
 
 @pytest.mark.parametrize(

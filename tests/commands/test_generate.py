@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 
 import pytest
@@ -121,6 +122,17 @@ def test_adapter_of_the_export_takes_part(folder, tiny_llama, tiny_tokenizer, tm
     found = generate(config(tmp_path))["gates"].text
     assert found == tiny_tokenizer.decode(expected, skip_special_tokens=True)
     assert found != generate(config(folder))["gates"].text
+
+
+@pytest.mark.parametrize("key", ["file", "messages"])
+def test_a_pipe_is_read_once(key):
+    reading, writing = os.pipe()
+    os.write(writing, PROMPT.encode() if key == "file" else json.dumps(CHAT).encode())
+    os.close(writing)
+    given = GenerateConfig(policy="full", model="x", **{key: f"/dev/fd/{reading}"})
+    given.check()
+    os.close(reading)
+    assert given.prompt_or_chat == PROMPT if key == "file" else len(given.prompt_or_chat.messages) == len(CHAT)
 
 
 def test_samples_follow_the_seed_and_prompts_come_from_files(folder, tmp_path):

@@ -26,6 +26,16 @@ def test_inheritance_then_overrides(write: Any, tmp_path: Path, monkeypatch: pyt
     assert fit("recipe=" + write("empty.yaml", "# nothing\n")) == Config(recipe="empty")
 
 
+def test_a_wrong_key_is_refused_though_the_command_line_repeats_the_choice(error: Any, write: Any) -> None:
+    """It goes only with another choice, for which the base's keys go too."""
+    leaf = write("leaf.yaml", "base: smollm2_repeat\nloss: {alpha: 7.0}\n")
+    for override in ("seed=1", "loss.objective=kl", "loss.share_high=0.6"):
+        names(error(f"recipe={leaf}", override), "loss.alpha=7.0", "loss.share_high above 0")
+    assert fit(f"recipe={leaf}", "loss.share_high=0").loss.alpha == 7
+    write("root.yaml", "loss: {alpha: 7.0}\n")
+    assert fit("recipe=" + write("drawn.yaml", "base: root.yaml\nloss: {share_high: 0.6}\n")).loss.share_high == 0.6
+
+
 def test_a_circle_of_bases(error: Any, write: Any) -> None:
     write("a.yaml", "base: b.yaml\n")
     b = write("b.yaml", "base: ./a.yaml\n")

@@ -1,5 +1,6 @@
 """Every shipped recipe: it loads, has a title, and has the published values of its paper."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -64,6 +65,23 @@ def test_what_a_recipe_says_of_something_goes_with_it():
     assert resolve(CompareConfig, given).policy_options == {"snapkv": {"window": 8}, "h2o": {"recent": 3}}
     config = resolve(CompareConfig, {"recipe": "compare_small", "tasks": "[boolq]"})
     assert config.task_options == {} and len(config.policy_options) == 5
+
+
+def test_a_file_changes_entries_of_a_mapping_as_the_command_line_does(tmp_path):
+    """The entries and options that it does not name stay; those of a policy that it no longer lists go."""
+    leaf = tmp_path / "leaf.yaml"
+    for text, overrides in (
+        ("policy_options: {h2o: {window: 8}}", {"policy_options.h2o.window": "8"}),
+        ("policies: [full, h2o]", {"policies": "[full,h2o]"}),
+        ("policies: [full, h2o]\npolicy_options: {h2o: {sinks: 2}}", {"policy_options": "{h2o: {sinks: 2}}"}),
+    ):
+        leaf.write_text(f"base: compare_obcache_table1\n{text}\n")
+        if "policies" in text:
+            overrides["policies"] = "[full,h2o]"
+        derived = resolve(CompareConfig, {"recipe": str(leaf)})
+        given = resolve(CompareConfig, {"recipe": "compare_obcache_table1", **overrides})
+        assert derived == replace(given, recipe="leaf") and derived.policy_options["h2o"]["recent"] == 16
+        assert (derived.policy_options.keys() == {"h2o"}) == ("policies" in text)
 
 
 @pytest.mark.filterwarnings("error")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ag.commands.compare import CompareConfig
+from ag.commands.plan import PlanConfig
 from ag.config.command_line import parse
 from ag.config.recipes import dump
 from tests.support.refused import names
@@ -37,6 +38,13 @@ def test_resume_takes_everything_from_the_run(run: Path) -> None:
 )
 def test_resume_refuses_another_run(error: Any, run: Path, override: str, name: str, old: str, new: str) -> None:
     names(error(f"resume={run}", *override.split()), f"{name}={old}", f"not {new}")
+
+
+def test_a_plan_of_a_resumed_run_has_its_number_of_devices(error: Any, run: Path) -> None:
+    told = error(f"resume={run}", "gpu=4090x4", schema=PlanConfig)
+    names(told, "gpu=4090x4", "trainer.devices=1", f"resume={run}", "gpu=4090x1", "gpu=4090")
+    for gpu in ("4090x1", "4090"):
+        assert parse([f"resume={run}", f"gpu={gpu}"], PlanConfig, "ag.plan").config.trainer.devices == 1
 
 
 def test_resume_from_another_recipe_or_no_run(error: Any, run: Path, tmp_path: Path) -> None:

@@ -128,6 +128,16 @@ def test_a_dry_run_on_a_cluster_leaves_the_sweep_to_be_done(place, monkeypatch):
         assert len(seeds(place)) == total
 
 
+def test_a_run_does_not_see_the_task_of_slurm_that_started_it(tmp_path, monkeypatch):
+    """It would take itself for a rank of that task: the first one alone writes a run folder."""
+    for name, value in (("SLURM_PROCID", "2"), ("SLURM_NTASKS", "4"), ("SLURM_JOB_ID", "77")):
+        monkeypatch.setenv(name, value)
+    code = "import os; from ag.run import run_folder, Config; run_folder(Config()); print(os.getenv('SLURM_NTASKS'))"
+    run = Run(0, (sys.executable, "-c", code), None, "name", str(tmp_path))
+    out, _ = run.start(cwd=tmp_path, stdout=subprocess.PIPE, text=True).communicate(timeout=120)
+    assert out == "None\n" and (tmp_path / "runs" / Config().recipe / "name" / "config.yaml").is_file()
+
+
 def test_begun_run_goes_on_from_its_checkpoint(tmp_path):
     run = Run(0, (), Config(output=str(tmp_path), recipe="tiny"), "name", str(tmp_path))
     folder = tmp_path / "tiny" / "name"

@@ -274,6 +274,15 @@ def test_rows_that_are_not_recognised(make_config):
             detect_form(row, make_config(kind="sft", name="a/b", **keys).data, "here")
 
 
+@pytest.mark.parametrize("messages", [False, True])
+@pytest.mark.parametrize("key", ["data.prompt_min=300", "data.prompt_max=300", "data.continuation=9"])
+def test_only_documents_are_cut_into_prompts_and_continuations(module, key, messages):
+    rows, columns = ([{"messages": TURNS}] * 2, "messages") if messages else (ROWS, "prompt and response")
+    name, value = key.removeprefix("data.").split("=")
+    with refuses(DataError, key, "train.jsonl", columns, "leave it out", "documents (text)"):
+        module(rows, PLAIN if messages else None, **{name: int(value)})
+
+
 def test_documents_have_no_response_that_could_end_with_eos(module):
     with refuses(DataError, "data.eos=true", "documents (text)", "leave data.eos out"):
         module([{"text": "abc def"}] * 2, eos=True)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 
 import pytest
+from datasets.naming import camelcase_to_snakecase
+from huggingface_hub import constants
 
 from ag.config import Config, DataConfig, ModelConfig
 from ag.data import lengths
@@ -75,7 +77,7 @@ def test_lengths_are_those_of_the_batches_that_the_run_reads(rows, data, write, 
     assert isinstance(found, RowSample), found
     assert (found.count, found.longest) == (len(sizes), max(sizes))
     assert found.mean == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
-    assert found.mean <= found.padded <= found.longest
+    assert found.mean <= found.mean_batch_length <= found.longest
     with_loss = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
     assert found.with_loss == pytest.approx(with_loss / len(sizes), rel=1e-12)
     assert sample_rows(config, CONTEXT, count=2).count == 2
@@ -100,16 +102,41 @@ def test_a_padded_batch_has_the_length_of_its_longest_row(model, root):
     data = {"kind": "text", "name": "own", "root": str(root), "packing": "packed", "max_length": 150, "val_samples": 1}
     for size, attribute in ((1, "mean"), (50, "longest")):
         found = sample_rows(Config(model=model, data=DataConfig(**data, batch_size=size)), CONTEXT)
-        assert found.padded == getattr(found, attribute)
+        assert found.mean_batch_length == getattr(found, attribute)
 
 
 def test_a_hub_dataset_is_read_where_its_cache_is(model, tmp_path, monkeypatch):
+    """And without a request to the hub, whatever the setting of this process."""
+    offline = []
+
+    def load(source, split):
+        offline.append(constants.is_offline_mode())
+        return [PIQA] * 3
+
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(Source, "_load_hub", lambda source, split: [PIQA] * 3)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(Source, "_load_hub", load)
     config = Config(model=model, data=DataConfig(kind="sft", name="piqa"))
     assert sample_rows(config, CONTEXT).startswith("piqa is not on this machine")
     (tmp_path / "cache" / "ybisk___piqa").mkdir(parents=True)
     assert sample_rows(config, CONTEXT).count == 3
+    assert offline and all(offline) and not constants.is_offline_mode()
+
+
+def test_another_subset_in_the_cache_is_not_the_data(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    (tmp_path / "aps___super_glue" / "rte").mkdir(parents=True)
+    for name, here in (("copa", False), ("rte", True)):
+        told = sample_rows(Config(model=model, data=DataConfig(kind="sft", name=name)), CONTEXT)
+        assert told.startswith(f"{name} cannot be read" if here else f"{name} is not on this machine")
+
+
+@pytest.mark.parametrize(
+    "hub_id", ["glue", "ybisk/piqa", "togethercomputer/RedPajama-Data-1T-Sample", "HuggingFaceTB/smolTalk2Go", "a/B_CD"]
+)
+def test_the_cache_is_looked_for_where_datasets_has_it(hub_id):
+    *owner, name = hub_id.split("/")
+    assert lengths._cache_name(hub_id) == "___".join([*owner, camelcase_to_snakecase(name)])
 
 
 @pytest.mark.parametrize(

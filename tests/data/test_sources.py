@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from ag.data.sources import DataError, MissingSplitError, Source, dataset_name
+from ag.data.sources import DataError, MissingSplitError, Source, dataset_name, dataset_of
 from tests.support.refused import refuses
 
 ROWS = [{"prompt": f"Word {i}:", "response": f" the old bridge {i}"} for i in range(7)]
@@ -80,6 +80,7 @@ def test_texts_of_other_splits_are_not_trained_on_and_all_others_are(tmp_path):
         ("train.jsonl", LINE + b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "train.jsonl line 2 deep"),
         ("train.csv", b"\xef\xbb\xbf\n\nprompt,completion\n\na,b\na\n", "train.csv line 6 cells prompt, completion"),
         ("train.csv", b'prompt,completion\na,"b\n', "train.csv CSV line 2"),
+        ("train.csv", b"prompt,completion,prompt\na,b,c\n", "train.csv prompt twice"),
         ("data-0.arrow", b"no arrow", "save_to_disk"),
     ],
 )
@@ -109,6 +110,15 @@ def test_which_files_are_of_a_split(tmp_path, write):
     assert source.where("train") == str(tmp_path / "splits" / "train")
     assert source.identity("train") == Source("x", folder=tmp_path / "splits").identity("train")
     assert source.identity("train") != source.identity("validation")
+
+
+@pytest.mark.parametrize("given", [{"root": "rows"}, {"root": ".", "name": "rows"}])
+def test_a_folder_for_each_split_that_save_to_disk_wrote(make_config, tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    for split, number in (("train", 7), ("validation", 1)):
+        datasets.Dataset.from_list(ROWS[:number]).save_to_disk(f"rows/{split}")
+    source = dataset_of(make_config(kind="text", **given).data)
+    assert (list(source.read("train")), list(source.read("validation"))) == (ROWS, ROWS[:1])
 
 
 def test_what_messages_call_the_data(make_config, tmp_path, write):

@@ -33,7 +33,7 @@ def executable(path, text):
 
 def launch(folder, script, *arguments, run, codes, **environment):
     """Run a script in a copy of the repository's layout; returns its exit code and the calls it made."""
-    for name in (script, "scripts/setup.sh"):
+    for name in (script, "scripts/setup.sh", "scripts/run_folder.sh"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
     (folder / "scripts/setup.sh").write_text('set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
@@ -80,15 +80,20 @@ def test_four_cards_stop_where_another_attempt_is_no_use(tmp_path, codes, attemp
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
-    [("scripts/launch_4x4090.sh", ["night"]), ("scripts/slurm/train.sbatch", ["redpajama_cpt"])],
+    ("script", "words", "recipe"),
+    [
+        ("scripts/launch_4x4090.sh", ["night"], "redpajama_cpt"),
+        ("scripts/slurm/train.sbatch", ["redpajama_cpt"], "redpajama_cpt"),
+        ("scripts/slurm/train.sbatch", ["my recipes/long.yaml"], "long"),
+        ("scripts/slurm/train.sbatch", ["my recipes/long.yml"], "long"),
+    ],
 )
-def test_a_run_in_another_folder_goes_on_too(tmp_path, script, words):
+def test_a_run_in_another_folder_goes_on_too(tmp_path, script, words, recipe):
     job = {"SLURM_JOB_ID": "night", "SLURM_NNODES": "2", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    run = "elsewhere/redpajama_cpt/night"
-    for code, start in ((138, "recipe=redpajama_cpt"), (0, f"resume={run}")):
+    run = f"elsewhere/{recipe}/night"
+    for code, start in ((138, "checkpoint.every_steps="), (0, f"resume={run}")):
         found, calls = launch(tmp_path, script, *words, "output=a", "output=elsewhere", run=run, codes=[code], **job)
-        assert found == code and any(start in call for call in calls)
+        assert found == code and any(word.startswith(start) for call in calls for word in call)
 
 
 def test_slurm_job_is_queued_again_and_continues(tmp_path, capsys):

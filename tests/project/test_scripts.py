@@ -20,12 +20,12 @@ SETUP = 'set -euo pipefail\ncd "$(dirname "${BASH_SOURCE[0]}")/.."\n'
 def commands(script):
     """The words after ``python -m`` of each command of a script."""
     lines = (line.strip() for line in script.read_text().splitlines())
-    return [shlex.split(line.partition("||")[0])[2:] for line in lines if line.startswith(".venv/bin/python -m")]
+    return [shlex.split(line.partition("|")[0])[2:] for line in lines if line.startswith(".venv/bin/python -m")]
 
 
 def test_scripts_are_executable_bash_and_their_keys_exist():
     for script in SCRIPTS:
-        sourced = script.name == "setup.sh"
+        sourced = script.name in ("setup.sh", "run_folder.sh")
         assert script.read_text().startswith("#!/usr/bin/env bash\n") != sourced
         assert script.suffix == ".sbatch" or bool(script.stat().st_mode & 0o111) != sourced
         done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
@@ -72,10 +72,15 @@ def test_the_test_command_ends_with_what_failed(tmp_path):
     ("words", "output"), [([], "runs"), (["x y"], "x y"), (["seed=1"], "runs"), (["a", "output=b", "seed=1"], "b")]
 )
 def test_the_quickstart_takes_a_folder_and_settings(tmp_path, words, output):
-    make_checkout(tmp_path, ("quickstart.sh", "quickstart.txt"), {"python": 'printf "%s\\n" "$@" >"$2"'})
-    (tmp_path / output / "quickstart" / "now").mkdir(parents=True)
+    """And goes on with the folder of its own run, not with that of an earlier one with a later name."""
+    python = f'printf "%s\\n" "$@" >"$2"; echo "run folder: {output}/quickstart/now"'
+    make_checkout(tmp_path, ("quickstart.sh", "quickstart.txt"), {"python": python})
+    for name in ("now", "once"):
+        (tmp_path / output / "quickstart" / name).mkdir(parents=True)
     done = subprocess.run(["bash", "scripts/quickstart.sh", *words], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    fit, evaluate = ((tmp_path / name).read_text().splitlines()[2:] for name in ("ag.fit", "ag.evaluate"))
+    programs = ("ag.fit", "ag.generate", "ag.evaluate")
+    fit, generate, evaluate = ((tmp_path / name).read_text().splitlines()[2:] for name in programs)
     assert dict(word.split("=") for word in fit)["output"] == output and ("seed=1" in fit) == ("seed=1" in words)
-    assert evaluate == [f"run={output}/quickstart/now/"]
+    assert evaluate == [f"run={output}/quickstart/now"]
+    assert generate[0] == f"gates={output}/quickstart/now/export"

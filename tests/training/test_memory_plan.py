@@ -23,8 +23,10 @@ from ag.data.lengths import RowSample, sample_rows
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
+from ag.hardware import Card
 from ag.model import base as models
 from ag.model.structure import decoder_of
+from ag.plan import serving_text
 from ag.serve import Scheduler
 from ag.serve.admission import Admission
 from ag.training.memory_plan import plan, report
@@ -297,12 +299,34 @@ def test_rows_of_real_lengths_have_fewer_tokens_and_operations(folder, tmp_path,
     sample = sample_rows(config, 512)
     assert isinstance(sample, RowSample) and sample.count == 3
     assert command.main(arguments) == 0
-    out, found = capsys.readouterr().out, plan(config, (sample.padded, sample.with_loss))
-    assert found.tokens == 3 * 2 * 2 * sample.padded < plan(config).tokens
+    out, found = capsys.readouterr().out, plan(config, (sample.mean_batch_length, sample.with_loss))
+    assert found.tokens == 3 * 2 * 2 * sample.mean_batch_length < plan(config).tokens
     assert f"one step: {found.tokens:,} tokens, {found.flops / 1e12:,.3g} tera-operations" in out
     assert f"{plan(config).total / 2**30:.2f}" in out  # the memory is of full rows
     longest = plan(config, (sample.longest, sample.longest))
     assert longest.total < plan(config).total and f"take {longest.total / 2**30:.2f} GiB" in out
+
+
+def test_the_longest_rows_have_no_more_loss_than_full_rows(folder):
+    data = DataConfig(kind="text", name="words", prompt_min=8, prompt_max=LENGTH - 16, continuation=16, batch_size=2)
+    config = replace(config_of(folder), data=data)
+    assert plan(config, (LENGTH, LENGTH)) == plan(config)
+
+
+@pytest.mark.parametrize("training", [{"strategy": "fsdp2", "devices": 4}, {"precision": "bf16-mixed"}])
+def test_inference_has_the_whole_weights_and_caches_in_the_type_of_the_model(folder, training):
+    one, other = (report(config_of(folder, **given), None, Card("small", 0.01)) for given in ({}, training))
+    *_, inference = one.splitlines()
+    assert other.endswith(f"\n{inference}") and " of 0 rows" not in inference
+
+
+@pytest.mark.parametrize("training", [{"strategy": "fsdp2", "devices": 4}, {"quantization": "nf4"}])
+def test_a_server_has_the_whole_weights_in_the_type_of_the_model(folder, training):
+    one, other = (
+        serving_text(PlanConfig(**vars(config_of(folder, **given))), Card("small", 0.004), 0.25)
+        for given in ({}, training)
+    )
+    assert other == one and " fits 0 requests" not in one
 
 
 def test_an_unknown_card_is_refused(folder):
