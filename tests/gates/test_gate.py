@@ -152,5 +152,5 @@ def test_soft_estimator_is_noisy_in_training_and_hard_outside():
 
 def test_previous_layer_variants_leave_the_first_layers_open():
     assert ag.AttentionGates(TINY, small(layer_offset=1, first_layer=2)).layer_indices == [2, 3]
-    with refuses(ValueError, "first_layer=4", "4 layers"):
+    with refuses(ValueError, "first_layer=4", "at most 3"):
         ag.AttentionGates(TINY, small(first_layer=4))

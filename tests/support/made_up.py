@@ -54,7 +54,7 @@ def result(task: str, label: str, budget: float | None, cost: float, seed: int) 
     tags: list[Tags] = [
         {"nats": float(x), "hits": float(s)} if asked else {} for x, s in zip(nats, scores, strict=True)
     ]
-    outcomes = [Outcome(str(i), float(s), 512, kept, int(8192 * kept), 0.1, tags[i]) for i, s in enumerate(scores)]
+    outcomes = [Outcome(str(i), float(s), 512, kept, round(10_000 * kept), 0.1, tags[i]) for i, s in enumerate(scores)]
     summary = replace(
         SUMMARY,
         key=f"{task}{label}{budget}",
@@ -62,7 +62,7 @@ def result(task: str, label: str, budget: float | None, cost: float, seed: int) 
         label=label,
         budget=budget,
         kept=kept,
-        kv_bytes=8192 * kept,
+        kv_bytes=10_000 * kept,
         task=task,
         mean=float(scores.mean()),
         error=float(scores.std(ddof=1) / N**0.5),
