@@ -282,7 +282,7 @@ def measure_alone(
         try:
             return pool.submit(measure, config, context, batch, contestant).result()
         except Exception as error:  # any error, or the end of the process
-            error.__cause__ = None  # the worker's whole traceback as a text
+            error.__cause__ = None  # of concurrent.futures: its text is a traceback, and would be taken for the reason
             case = f"{config.mode}, context={context}, batch={batch}, {contestant}"
             raise UserError(f"{case}: {type(error).__name__}: {first_line(error)}") from error
 

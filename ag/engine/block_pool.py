@@ -127,12 +127,11 @@ class BlockPool:
     def _column(self, name: str, blocks: int, old_column: Tensor | None = None) -> Tensor:
         """Return memory for a column, with what another one of fewer blocks holds."""
         numbers, dtype = self._shapes[name]
-        if self._reserved:
-            size, flags = blocks * self._nbytes(name), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
-            self._maps[name] = memory = mmap.mmap(-1, size, flags=flags)
-            with torch.inference_mode(False):
-                return torch.frombuffer(memory, dtype=dtype).view(blocks, numbers)
         with torch.inference_mode(False):
+            if self._reserved:
+                size, flags = blocks * self._nbytes(name), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+                self._maps[name] = memory = mmap.mmap(-1, size, flags=flags)
+                return torch.frombuffer(memory, dtype=dtype).view(blocks, numbers)
             column = torch.zeros(blocks, numbers, dtype=dtype, device=self.device)
         if old_column is not None:
             column[: len(old_column)] = old_column

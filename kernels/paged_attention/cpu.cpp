@@ -155,8 +155,8 @@ void split(const Call& call, const float* q, const Chunk& c, Room& room, float* 
   const std::vector<Part>& parts = room.parts;
   const bool all = look(call, c, room.parts, room.seen.data());
   const int64_t number = static_cast<int64_t>(parts.size());
-  // Turn n < number is part n of the keys, turn number + n part n of the values, so that the last keys prefetch the first
-  // values: work(N, g, part, tokens, next, step) of N queries from g on.
+  // Turn n < number is part n of the keys, turn number + n part n of the values, so that the last keys prefetch the
+  // first values: work(N, g, part, tokens, next, step) of N queries from g on.
   const auto visit = [&](int64_t turn, const auto& work) {
     const auto column = [&](int64_t n) -> const Column& { return n < number ? pages.keys : pages.values; };
     const auto part = [&](int64_t n) -> const Part& { return parts[n % number]; };

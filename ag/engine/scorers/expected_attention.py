@@ -114,21 +114,24 @@ class ExpectedAttention(Scorer):
 
     def _future_queries(self, inputs: ScorerInputs) -> tuple[Tensor, Tensor]:
         """Return mean ``[B, H, D]`` and covariance ``[B, H, D, D]`` of queries at the ``future`` next positions."""
-        sums, queries = inputs.prompt_sums, inputs.queries
-        if not inputs.decoding and "decided" not in sums:  # the first pass of a prompt
-            moments = _prompt_moments(sums)
-        else:
-            first = (inputs.lengths - self.window).clamp_min(self.sinks)
-            moments = moments_of(queries, queries.vectors.shape[2], first)
-        if not inputs.decoding and "decided" in sums:  # the moments of the prompt hold until its first decision
-            decided = sums["decided"]  # [B, 1]
-            pairs = zip(_prompt_moments(sums), moments, strict=True)
-            moments = Moments(*(new.where(decided.view(-1, *[1] * (x.ndim - 1)), x) for x, new in pairs))
+        moments = self._moments(inputs)
         covariance = moments.products / moments.number.clamp_min(1)[..., None, None]
         start = inputs.lengths[:, None, None]
         mean = inputs.rotate(moments.mean[:, :, None], start, self.future)[:, :, 0]
         half_rotated = inputs.rotate(covariance, start, self.future).mT  # R Sigma R^T, R the mean rotation
         return mean, inputs.rotate(half_rotated, start, self.future)
+
+    def _moments(self, inputs: ScorerInputs) -> Moments:
+        """Return the moments of the prompt's queries until its first decision, and then those of the newest queries."""
+        sums, queries = inputs.prompt_sums, inputs.queries
+        if not inputs.decoding and "decided" not in sums:  # the first pass of a prompt
+            return _prompt_moments(sums)
+        first = (inputs.lengths - self.window).clamp_min(self.sinks)
+        newest = moments_of(queries, queries.vectors.shape[2], first)
+        if inputs.decoding:
+            return newest
+        decided, pairs = sums["decided"], zip(_prompt_moments(sums), newest, strict=True)  # [B, 1]
+        return Moments(*(new.where(decided.view(-1, *[1] * (x.ndim - 1)), x) for x, new in pairs))
 
 
 class Moments(NamedTuple):
