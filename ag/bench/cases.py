@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ag.bench.arena import Arena, gates_for, kept, kv_bytes, load, token_bytes, weight_bytes
-from ag.bench.contestants import FULL, PLAIN, Contestant, Row, contestants, runnable_contestants
+from ag.bench.contestants import FULL, PLAIN, Contestant, Row, contestants, full_name, runnable_contestants
 from ag.bench.measure import (
     forget_peak,
     late_over_early,
@@ -76,13 +76,16 @@ def decode(arena: Arena, context: int, batch: int) -> list[Row]:
     turn = 1 if config.interleaved else None
     times = measure_in_turns(arena.device, config, plan, lambda name: begin(plan[name]), config.steps, turn)
     seconds = means(times)
-    weights, entry = weight_bytes(arena.model), token_bytes(arena.model)
-    everything = weights + entry * context * batch
-    for name, contestant in plan.items():
+    weights, all_tokens = weight_bytes(arena.model), token_bytes(arena.model) * context * batch
+    read_bytes = {  # by a step
+        name: weights + (cache_sizes[name][0] * all_tokens if plan[name].kv_dtype == "float" else cache_sizes[name][1])
+        for name in plan
+    }
+    full = full_name(plan)
+    for name in plan:
         share, size = cache_sizes[name]
-        cache_bytes = share * entry * context * batch if contestant.kv_dtype == "float" else size
-        roofline = everything / (weights + cache_bytes)
-        faster = median_ratio(seconds.get(FULL.name), seconds[name])
+        roofline = read_bytes.get(full, weights + all_tokens) / read_bytes[name]
+        faster = median_ratio(seconds.get(full), seconds[name])
         rows.append(
             {
                 "contestant": name,
@@ -169,12 +172,13 @@ def prefill(arena: Arena, context: int, batch: int) -> list[Row]:
         kept_shares[name] = kept(caches.pop(name))
 
     seconds = means(measure_in_turns(arena.device, arena.config, plan, begin, pause=pause))
+    full = full_name(plan)
     return rows + [
         {
             "contestant": name,
             "kept": kept_shares[name],
             **spread("seconds", seconds[name]),
-            "over full": median_ratio(seconds[name], seconds.get(FULL.name)),
+            "over full": median_ratio(seconds[name], seconds.get(full)),
             "over transformers": median_ratio(seconds[name], seconds.get(PLAIN.name)),
         }
         for name in plan
@@ -211,7 +215,7 @@ def memory(arena: Arena, context: int, batch: int) -> list[Row]:
         measured[contestant.name] = measure_alone(generated, arena.config, context, batch, contestant)
 
     plan, rows = runnable_contestants(contestants(arena.config), attempt, every=True)
-    full = next((measured[name] for name, contestant in plan.items() if contestant.policy == FULL.policy), None)
+    full = measured.get(full_name(plan))
     for name, row in measured.items():
         shares = {
             "KV of full": None if full is None else row["KV bytes"] / full["KV bytes"],

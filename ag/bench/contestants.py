@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,11 @@ def contestants(config: BenchConfig) -> list[Contestant]:
         if x.policy is not None
     ]
     return [replace(PLAIN, backend=first), *engine[:1], *(x for x in listed if x.policy is None), *engine[1:]]
+
+
+def full_name(plan: Mapping[str, Contestant]) -> str:
+    """Return the name of this engine's full cache, the first of several types; empty if it could not run."""
+    return next((name for name, contestant in plan.items() if contestant.policy == FULL.policy), "")
 
 
 def backends(config: BenchConfig) -> list[str | None]:

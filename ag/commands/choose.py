@@ -42,7 +42,7 @@ class ChooseConfig(SharedModel, LoadingConfig):
     )
     policies: list[str] = key(
         [],
-        "policies to choose from; empty means the package's gates of this model, if it has some, snapkv and keydiff",
+        "policies to choose from; empty means snapkv, keydiff and, without adapter, the package's gates of the model",
         holds="policy",
     )
     shares: list[float] = key([0.8, 0.65, 0.5, 0.4, 0.3, 0.2, 0.1], "shares of each prompt to choose from")
@@ -68,7 +68,8 @@ class ChooseConfig(SharedModel, LoadingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.policies:
-            gates = [f"gates:{self.model}"] if self.model in shipped() else []
+            has_gates = self.model in shipped() and self.adapter is None  # they are for the model without an adapter
+            gates = [f"gates:{self.model}"] if has_gates else []
             self.policies = [*gates, "snapkv", "keydiff"]
         self.shares = sorted(set(self.shares), reverse=True)
 

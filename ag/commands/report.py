@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ EXPECTED = "give folders that ag.compare or ag.evaluate has written"
 class ReportConfig:
     """The keys of ``python -m ag.report``."""
 
-    folders: list[str] = key([], "folders that ag.compare or ag.evaluate has written; may also be the first words")
+    folders: list[str] = key([], "folders that ag.compare or ag.evaluate has written; may also be plain words")
     output: str = key("runs/report", "folder of the tables, figures and page", holds="output")
     baseline: str = key("full", "label of the policy that other policies are tested against")
     mine: str | None = key(None, "label of the policy that every verdict names; null means the last one")
@@ -44,7 +43,8 @@ _main = main_from_schema("ag.report", ReportConfig, "ag.evaluate.comparison.comp
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; its first words without ``=`` are the folders. Returns the exit code."""
+    """Run the command; its words without ``=`` are the folders. Returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    folders = list(itertools.takewhile(lambda word: "=" not in word and not word.startswith("-"), words))
-    return _main([*([f"folders={json.dumps(folders)}"] if folders else []), *words[len(folders) :]])
+    folders = [word for word in words if "=" not in word and not word.startswith("-")]
+    keys = [word for word in words if word not in folders]
+    return _main([*([f"folders={json.dumps(folders)}"] if folders else []), *keys])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +25,11 @@ from ag.config.command_line import Invocation
 from ag.engine import Policy
 from ag.errors import UserError
 from ag.evaluate.choice import SharesTest, Trial, least_loss, policies_allowed, promising, rows_needed
-from ag.evaluate.comparison.cells import VERSIONS, list_cells
+from ag.evaluate.comparison.cells import VERSIONS, Cell, list_cells
 from ag.evaluate.comparison.work import Worker
 from ag.evaluate.tasks import Outcome, Sample, Task
+from ag.files import replacing
+from ag.gates import export
 from ag.training.memory_plan import GIB, USABLE
 
 NOTHING_HOLDS = 1  # exit code
@@ -76,13 +79,16 @@ def run(invocation: Invocation[ChooseConfig]) -> int:
         print(*(cell.name for cell in list_cells(config.comparison())), sep="\n")
         return 0
     output, console = Path(config.output), Console()
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)  # before hours of measuring
+    try:  # before hours of measuring
+        output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output={output}: {error}; expected a file whose folder can be made.") from error
+    if output.is_dir() or not os.access(output.parent, os.W_OK):
+        raise UserError(f"output={output}: expected a file, in a folder that can be written to.")
     decision = choose(config, lambda line: console.print(line, soft_wrap=True, highlight=False))
     console.print(table(decision, config))
-    output.write_text(json.dumps(content(decision, config, invocation.line), indent=2), encoding="utf-8")
+    with replacing(output) as new:
+        new.write_text(json.dumps(content(decision, config, invocation.line), indent=2), encoding="utf-8")
     chosen = decision.chosen
     if chosen is None:
         console.print(f"nothing holds: no share of {', '.join(config.policies)} costs less than {config.loss:g}.")
@@ -121,6 +127,7 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
     """
     comparison = config.comparison()
     cells = list_cells(comparison)
+    _check_adapters(config, cells)
     worker = Worker(comparison, "")
     task, tokenizer = cells[0].task, worker.tokenizer
     loaded = task.load(tokenizer, config.samples, worker.max_tokens)
@@ -183,18 +190,30 @@ def _duration(seconds: float, task: Task, rows: Sequence[Sample], num_search: in
     return f"about {duration} for {len(rows)} rows ({parts}), less if the order is clear"
 
 
+def _check_adapters(config: ChooseConfig, cells: Sequence[Cell]) -> None:
+    """Refuse gates that were trained without the adapter of the model: a choice names one export."""
+    for cell in cells:
+        path = cell.policy.spec.path
+        if config.adapter is not None and path is not None and export.adapter_path(path) is None:
+            raise UserError(
+                f"adapter={config.adapter}: a choice names one export, and {cell.policy.spec} is another one, without "
+                "an adapter; give a model= that the adapter is merged into, or leave these gates out of policies."
+            )
+
+
 def _check_rows(config: ChooseConfig, clip: float, num_test: int) -> None:
     """Refuse a bound that no row can break, and rows too few to show any share."""
     if config.loss >= clip:
         raise UserError(f"loss={config.loss:g}: expected less than clip={clip:g}, the largest cost of a row.")
     needed = rows_needed(config.loss, clip, 1 - config.confidence)
     if num_test < needed:
-        smallest_loss = math.ceil(100 * least_loss(max(1, num_test), clip, 1 - config.confidence)) / 100
+        smallest_loss = math.ceil(100 * least_loss(num_test, clip, 1 - config.confidence)) / 100 if num_test else clip
+        larger_loss = f"loss={smallest_loss:g} or more, " if smallest_loss < clip else ""
         raise UserError(
             f"{num_test} rows are left for the test, and confidence={config.confidence:g} that the mean cost is below "
             f"loss={config.loss:g} needs at least {needed}, even if no row costs anything (a cost counts up to "
             f"clip={clip:g}): give {math.ceil(needed / (1 - config.search))} rows or more, "
-            f"loss={smallest_loss:g} or more, or a lower clip or confidence."
+            f"{larger_loss}or a lower clip or confidence."
         )
 
 

@@ -65,9 +65,11 @@ def explain(config: ExplainConfig) -> Iterator[tuple[str, Figure]]:
         for file, policy_views in zip(file_names(views), views.values(), strict=True):
             for number, view in enumerate(policy_views):
                 yield f"keep-{file}-{number}", keep_pattern(view.kept, view.token_texts)
-    passes = [RecordedPass(model, text.prompt[: config.tokens]) for text in texts]
     gates = EvictionCache(model, plan[GATES]).gates if "attention" in config.pictures and config.gates else None
-    if gates is not None and gates.config.kind == "attention":
+    draws_attention = gates is not None and gates.config.kind == "attention"
+    needs_passes = draws_attention or "errors" in config.pictures  # each holds queries and keys of all layers
+    passes = [RecordedPass(model, text.prompt[: config.tokens]) for text in texts] if needs_passes else []
+    if gates is not None and draws_attention:
         for number, (recorded, view) in enumerate(zip(passes, views[GATES], strict=True)):
             yield f"attention-{number}", attention_maps(config.layers, gates, recorded, view)
     elif gates is not None:
@@ -80,7 +82,7 @@ def explain(config: ExplainConfig) -> Iterator[tuple[str, Figure]]:
             errors[name] = torch.stack(sample_errors).mean(0).cpu().numpy()
             kept[name] = sum(float(view.kept.mean()) for view in policy_views) / len(policy_views)
         yield "errors", errors_by_layer(errors, kept, plan)
-    elif "keep" not in config.pictures and (gates is None or gates.config.kind != "attention"):
+    elif "keep" not in config.pictures and not draws_attention:
         raise UserError(
             f"pictures={config.pictures}: nothing to draw; expected keep, errors, or attention with gates=EXPORT "
             "of gate.kind=attention."

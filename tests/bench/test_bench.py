@@ -93,6 +93,12 @@ def test_decode_counts_bytes_and_the_roofline(model):
     assert few["held in 60 GiB"] == 60 * 2**30 * 2 // few["KV bytes"] > 3 * full["held in 60 GiB"]
 
 
+def test_the_first_full_cache_is_the_one_compared_with():
+    full, few = rows_of("decode", kv_dtypes=["int8"])[1:]
+    assert (full["contestant"], full["x full"], full["roofline"]) == ("full int8", 1, 1)
+    assert few["of roofline"] == pytest.approx(few["x full"] / few["roofline"])
+
+
 def test_prefill_of_gates_and_policies_keeps_what_was_asked():
     rows = {row["contestant"]: row for row in rows_of("prefill", policy=["snapkv", "flags"], keep=[0.5, 0.25])}
     assert rows["full"]["kept"] == rows["transformers"]["kept"] == rows["full"]["over full"] == 1

@@ -15,7 +15,9 @@ from ag.errors import UserError
 from ag.evaluate.choose import choose
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.own import Own
+from ag.gates import export
 from ag.vllm.settings import Settings
+from tests.support.exports import make_adapter, make_gates
 from tests.support.refused import names, refuses
 
 SHARES = [0.8, 0.5, 0.25]
@@ -167,7 +169,7 @@ def test_rows_that_are_left_out_are_told_first(config, tmp_path):
     with refuses(UserError, "no row can be measured", "1 too long"):
         choose(config(**given), told.append)
     file.write_text("".join(json.dumps(each) + "\n" for each in (text, text | {"context": "a"})))
-    with refuses(UserError, "0 rows are left for the test"):
+    with refuses(UserError, "0 rows are left for the test", "rows or more, or a lower clip"):  # and no larger loss
         choose(config(**given), told.append)
     assert told == ["rows that are left out: 1 too long"]
 
@@ -177,6 +179,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_row_is_read(wo
     (tmp_path / "file").touch()
     assert main(words(loss=0.35, output=str(tmp_path / "file" / "choice.json"))) == 2
     names(capsys.readouterr().err, "output", "file/choice.json")
+    (tmp_path / "folder.json").mkdir()
+    assert main(words(loss=0.35, output=str(tmp_path / "folder.json"))) == 2
+    names(capsys.readouterr().err, "folder.json", "expected a file")
 
 
 @pytest.mark.parametrize(
@@ -198,6 +203,17 @@ def test_what_is_refused(changes, parts, config):
 def test_the_shipped_gates_of_the_model_take_part(config):
     assert config(model="smollm2", policies=[]).policies == ["gates:smollm2", "snapkv", "keydiff"]
     assert config(policies=[]).policies == ["snapkv", "keydiff"]
+    assert config(model="smollm2", adapter="LORA", policies=[]).policies == ["snapkv", "keydiff"]
+
+
+def test_gates_without_the_adapter_are_refused(config, tmp_path, monkeypatch):
+    """A choice names one export: commands that take it would run these gates on a model without the adapter."""
+    monkeypatch.setattr(Own, "run", lambda *_: pytest.fail("a row was read"))
+    export.save(tmp_path / "gates", make_gates(), base_model="tiny")
+    export.save_adapter(tmp_path / "lora", make_adapter(), base_model="tiny")
+    given = {"adapter": str(tmp_path / "lora"), "policies": [f"gates:{tmp_path / 'gates'}"]}
+    with refuses(UserError, "adapter=", "one export", str(tmp_path / "gates")):
+        choose(config(**given), print)
 
 
 @pytest.fixture

@@ -136,6 +136,8 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     common = (asdict(config.base), adapter, samples, config.max_tokens, *([local] if local else []))
     policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache shows first whether the model can do a task
     full = [] if any(not cell_policy.spec.evicts for _, cell_policy in policies) else [("full", policy("full"))]
+    if not config.tasks:
+        raise UserError("tasks=[]: expected one task or more, for example ppl.")
     names = tasks.expand(config.tasks)
     listed = [*config.tasks, *names]
     for option, named in (("task_options", config.task_options), ("roots", config.roots)):

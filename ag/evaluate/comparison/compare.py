@@ -64,8 +64,7 @@ def compare(config: CompareConfig, console: Console, command: str = "") -> Compa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)  # rows count them
         finished = run_missing_cells(config, cells, folder, console, command)
-    # an earlier command may have given a policy another label
-    shown = [_renamed(finished.pop(cell.key), label=cell.label, policy=repr(cell.policy)) for cell in cells]
+    shown = [finished.pop(cell.key) for cell in cells]
     kv_dtype = next(iter(config.ordered_kv_dtypes), "float")
     names = config.baseline, config.mine or config.policies[-1]
     baseline, my_policy = (name_with_kv_dtype(config.table_names.get(name, name), kv_dtype) for name in names)
@@ -130,8 +129,9 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     """Read the finished cells of several folders, of all commands that wrote there, and where their data came from.
 
     A task that was measured in several ways (model, adapter, data, options) is several tasks, whose names say what
-    differs; data is what the first sample contains, as far as this is known, and not its place. A label that means
-    other policies in other folders gets the name of its folder. Of equal rows the one with the most samples remains.
+    differs; data is what the first sample contains, as far as this is known, and not its place. A label of several
+    policies gets the name of its folder, and a number if several commands gave it to several policies there. Of equal
+    rows the one with the most samples remains.
 
     Raises:
         UserError: no row can be read.
@@ -158,17 +158,23 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     for task, group in measured.groupby("task", sort=False):
         differing = [name for name in group if group[name].nunique(dropna=False) > 1]
         for key, row in group[differing].iterrows() if differing else ():
-            way = ", ".join(f"{name}={value}" for name, value in row.dropna().items())
+            way = ", ".join(f"{name}={value}" for name, value in row.fillna(tables.UNKNOWN).items())
             cells[key] = _renamed(cells[key], task=f"{task} ({way})")
     policies: dict[tuple[str, str], set[str]] = {}  # by name and task
     for summary, *_ in cells.values():
         policies.setdefault((summary.name, summary.task), set()).add(summary.policy)
     ambiguous = {name for (name, _), meant in policies.items() if len(meant) > 1}
-    labels = {summary.label for summary, *_ in cells.values() if summary.name in ambiguous}
+    ambiguous_labels = {summary.label for summary, *_ in cells.values() if summary.name in ambiguous}
+    meanings: dict[tuple[str, str], list[str]] = {}  # policies without their budgets, by label and folder
     unique: dict[tuple[str, str], FinishedCell] = {}
     for key, cell in cells.items():
-        if cell.summary.label in labels:
-            cell = _renamed(cell, label=f"{cell.summary.label} ({folders[key]})")
+        label = cell.summary.label
+        if label in ambiguous_labels:
+            of_label = meanings.setdefault((label, folders[key]), [])
+            meaning = cell.summary.policy.replace(f"budget={cell.summary.budget!r}", "")
+            of_label += [] if meaning in of_label else [meaning]
+            number = of_label.index(meaning) + 1
+            cell = _renamed(cell, label=f"{label} ({folders[key]}{f', {number}' if number > 1 else ''})")
         task_and_name = cell.summary.task, cell.summary.name
         if task_and_name not in unique or unique[task_and_name].summary.n <= cell.summary.n:
             unique[task_and_name] = cell

@@ -20,6 +20,7 @@ from pandas.api.types import is_integer_dtype
 
 from ag.evaluate.comparison.folder import tag_values
 from ag.evaluate.comparison.rows import Comparison, Row, percent
+from ag.evaluate.comparison.statistics import interval_text
 from ag.evaluate.comparison.tables import part_means
 from ag.evaluate.tasks.base import POSITION
 from ag.files import file_names
@@ -152,7 +153,7 @@ def _by_memory(comparison: Comparison, task: str, title: str, label: str, tag: s
         column = "nats_difference" if tag == "nats" else "difference"
         y, low, high = rows[column], rows[f"{column}_low"], rows[f"{column}_high"]
     else:
-        error = (rows.nats_error if tag == "nats" else rows.error).fillna(0)  # a single sample has none
+        error = rows.nats_error if tag == "nats" else rows.error  # NaN for a single sample
         y, low, high = rows[tag], rows[tag] - error, rows[tag] + error
     shares = rows.sort_values("kept").groupby("label").kept.agg(kept_shares_text)
     names = [f"{shorten(name)} ({shares[name]})" for name in rows.label]
@@ -164,7 +165,8 @@ def _by_memory(comparison: Comparison, task: str, title: str, label: str, tag: s
     sign = "+" if zero else ""
     points = rows[["label"]].assign(name=names, x=x, y=y, low=low, high=high, level=~rows.evicts)
     points["text"] = [
-        f"{row.name}: {point.y:{sign}.4f} [{point.low:{sign}.4f}, {point.high:{sign}.4f}] at {percent(row.kept)} kept"
+        f"{row.name}: {point.y:{sign}.4f}{interval_text(point.low, point.high, f'{sign}.4f')} at {percent(row.kept)} "
+        "kept"
         for row, point in zip(rows.itertuples(index=False), points.itertuples(index=False), strict=True)
     ]
     title = f"{title}, {rows.n.max()} samples"

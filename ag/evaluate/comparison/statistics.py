@@ -26,7 +26,7 @@ class Paired:
     n: int  # samples with scores of both
     difference: float  # mean of the first policy's scores minus the second's
     error: float | None  # its standard error; None for a single sample
-    low: float  # ends of its 95 % bootstrap interval
+    low: float  # ends of its 95 % bootstrap interval; NaN for a single sample
     high: float
     p: float  # two-sided p-value under random sign flips, see sign_flips
 
@@ -54,8 +54,15 @@ def compare(
     differences = np.subtract(np.asarray(scores, np.float64), np.asarray(other_scores, np.float64))
     if len(scores) != len(other_scores) or not len(differences):
         raise ValueError(f"{len(scores)} and {len(other_scores)} scores: expected as many, and at least one")
-    low, high = bootstrap(differences) if parts is None else bootstrap_parts(parts)
+    low = high = math.nan
+    if len(differences) > 1:
+        low, high = bootstrap(differences) if parts is None else bootstrap_parts(parts)
     return Paired(len(differences), *mean_and_error(differences), low, high, float(sign_flips(differences[None])[0]))
+
+
+def interval_text(low: float, high: float, form: str) -> str:
+    """Return an interval in brackets after a space; empty for NaN, the interval of a single sample."""
+    return "" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]"
 
 
 def bootstrap(differences: Vector, level: float = 0.95) -> tuple[float, float]:

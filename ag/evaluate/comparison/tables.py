@@ -14,6 +14,7 @@ from rich.table import Table as Printed
 
 from ag.evaluate.comparison.folder import tag_values
 from ag.evaluate.comparison.rows import NOT_COMPARED, Comparison, Row, part_values, percent, uncompared_results
+from ag.evaluate.comparison.statistics import interval_text
 from ag.evaluate.comparison.verdict import find_verdicts, headlines
 from ag.evaluate.tasks import unit
 from ag.evaluate.tasks.base import POSITION
@@ -212,7 +213,7 @@ def by_part(comparison: Comparison, task: str, kind: str) -> DataFrame:
             line[part] = f"{mean:{sign}.3f}"
             if kind != POSITION:
                 paired = None if base is None else comparison.paired(row, base, f"nats@{kind} {part}")
-                interval = "" if paired is None else f" [{paired.low:+.3f}, {paired.high:+.3f}]"
+                interval = "" if paired is None else interval_text(paired.low, paired.high, "+.3f")
                 line[part] = f"{scores[part]:.2f}, {line[part]}{interval}"
         ends = tag_values(outcomes, END).values()
         line[LAST] = f"{fmean(ends):.1%}" if ends else "" if scores.empty else f"{scores.idxmin()}: {scores.min():.2f}"
@@ -307,4 +308,4 @@ def _number(value: float, form: str) -> str:
 
 def _interval(row: Row, name: str) -> str:
     value, low, high = (getattr(row, name + end) for end in ("", "_low", "_high"))
-    return "" if math.isnan(value) else f"{value:+.4f} [{low:+.4f}, {high:+.4f}]"
+    return "" if math.isnan(value) else f"{value:+.4f}{interval_text(low, high, '+.4f')}"

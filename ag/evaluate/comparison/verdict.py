@@ -10,7 +10,7 @@ from statistics import fmean
 
 from ag.evaluate.comparison.folder import tag_values
 from ag.evaluate.comparison.rows import Comparison, Row, at_budget, percent, same_kept_share
-from ag.evaluate.comparison.statistics import SIGNIFICANT, Paired
+from ag.evaluate.comparison.statistics import SIGNIFICANT, Paired, interval_text
 
 HALF = 0.5
 MAX_LETTERS = 120  # most characters of a failed cell's reason; the row has the complete reason
@@ -125,7 +125,7 @@ def _lead_text(best: Row, rival: Row, gain: Paired, unit: str, not_told_apart: S
     if gain.certain:
         lead = _gain_text(gain, unit, rival.label)
         return f"{best.label}, {lead} {_test_text(gain)}" + (others and f"; level with it: {others}")
-    between = f"{gain.difference:+.3f} {unit} [{gain.low:.3f}, {gain.high:.3f}] {_test_text(gain)}"
+    between = f"{gain.difference:+.3f} {unit}{interval_text(gain.low, gain.high, '.3f')} {_test_text(gain)}"
     return f"{best.label} cannot be told from {rival.label}, {between}" + (others and f", nor from {others}")
 
 
@@ -144,8 +144,8 @@ def _distance_text(
         parts.append(f"{row.label}, {_gain_text(lost, unit, full.label)}{chance}")
     if tag and (score := comparison.paired(row, full)) is not None:
         mean, full_mean = comparison.common_means(row, full, "score")
-        ends = f"[{score.low:.3f}, {score.high:.3f}]"
-        parts.append(f"{full.metric} {mean:.3f} against {full_mean:.3f}, {score.difference:+.3f} {ends}")
+        interval = interval_text(score.low, score.high, ".3f")
+        parts.append(f"{full.metric} {mean:.3f} against {full_mean:.3f}, {score.difference:+.3f}{interval}")
     if all(_is_far(comparison, *loss, full, unit) for loss in losses):
         parts.append(f"{'both are' if len(losses) > 1 else 'it is'} far from the full cache")
     return "; ".join(parts)
@@ -173,7 +173,7 @@ def _reason_left_out(row: Row, tag: str) -> str:
 def _gain_text(gain: Paired, unit: str, other: str) -> str:
     """Return the lead or lag of a policy over another, with the interval."""
     word, low, high = ("behind", -gain.high, -gain.low) if gain.difference < 0 else ("ahead of", gain.low, gain.high)
-    return f"{abs(gain.difference):.3f} {unit} {word} {other} [{low:.3f}, {high:.3f}]"
+    return f"{abs(gain.difference):.3f} {unit} {word} {other}{interval_text(low, high, '.3f')}"
 
 
 def _test_text(gain: Paired) -> str:

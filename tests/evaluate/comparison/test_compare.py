@@ -22,7 +22,7 @@ from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison import figures, work
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.compare import compare
+from ag.evaluate.comparison.compare import compare, join
 from ag.evaluate.comparison.folder import ROWS
 from ag.evaluate.comparison.tables import printed
 from ag.evaluate.comparison.work import ComparisonProgress
@@ -497,6 +497,7 @@ def test_the_baseline_full_is_added_where_it_is_not_listed(config):
     [
         ({"policies": ["full", "h2o+caot"]}, ("'caot'", "caote?")),
         ({"tasks": ["bolq"]}, ("'bolq'", "boolq?")),
+        ({"tasks": []}, ("tasks=[]", "ppl")),
         ({"budgets": []}, ("'h2o'", "budgets=[...]")),
         ({"policies": ["full", "flags"]}, ("'flags'", "flags:EXPORT")),
         ({"policies": ["full", "gates:nowhere"]}, ("nowhere",)),
@@ -510,6 +511,14 @@ def test_the_baseline_full_is_added_where_it_is_not_listed(config):
 def test_mistakes_are_found_before_a_model_is_loaded(config, changes, parts):
     with refuses(UserError, *parts):
         list_cells(config(**changes))
+
+
+def test_a_new_label_is_written(config, quiet, tmp_path):
+    """The joined report then names the policy as the folder's own page does."""
+    for text in ("h2o", "g=h2o"):
+        comparison = compare(config(policies=["full", text], budgets=[0.5], samples=2), quiet)
+    assert [row.name for row in comparison.results] == ["full", "g 0.5"]
+    assert [cell.summary.name for cell in join([tmp_path / "out"])[0]] == ["full", "g 0.5"]
 
 
 def test_missing_data_and_an_unwritable_folder(config, quiet, tmp_path):

@@ -110,6 +110,19 @@ def test_a_label_with_two_meanings_has_the_name_of_its_folder(folder):
     assert [name for _, name, _ in shown(*paths)] == ["g (a) 0.5", "g (b) 0.5", "tova 0.5"]
 
 
+def test_a_label_with_two_meanings_in_one_folder_is_numbered(folder):
+    """As when a second command names other gates `g`; budgets of one policy keep one label."""
+    texts = [f"ag.policy('gates:{name}', budget={budget})" for name, budget in (("x", 0.5), ("y", 0.5), ("y", 0.3))]
+    made = [cell("g", float(text[-4:-1]), policy=text, key=f"k{i}") for i, text in enumerate(texts)]
+    assert [name for _, name, _ in shown(folder("a", *made))] == ["g (a) 0.5", "g (a, 2) 0.5", "g (a, 2) 0.3"]
+
+
+def test_options_that_an_earlier_version_did_not_record_are_unknown(folder):
+    one, other = cell("h2o", key="k0"), cell("h2o", key="k1", task_options={"prompt": 512})
+    paths = folder("a", one._replace(summary=replace(one.summary, task_options=None))), folder("b", other)
+    assert [task for task, *_ in shown(*paths)] == ["ppl (prompt=unknown)", "ppl (prompt=512)"]
+
+
 def test_folders_with_one_name_are_told_apart_by_those_above_them(folder):
     """As of `ag evaluate`, which writes RUN/evaluation; a folder that is named twice is one folder."""
     first, second = (f"ag.policy('gates:{name}', budget=0.5)" for name in "xy")
@@ -154,7 +167,7 @@ def test_the_command(folder, tmp_path, capsys, monkeypatch):
     names(capsys.readouterr().out, "ppl", "h2o 0.5", "tova 0.5", f"{tmp_path}/all/report.html")
     text = (tmp_path / "all" / "table.md").read_text()
     names(text, "3 policies on smollm2: ppl", "data: unknown", "ppl: h2o, ")
-    assert main([*paths, "--dry-run"]) == 0
+    assert main([paths[0], "--dry-run", paths[1]]) == 0
     assert capsys.readouterr().out.splitlines() == ["ppl: full", "ppl: h2o 0.5", "ppl: tova 0.5"]
     for words, parts in (
         ([str(tmp_path)], (str(tmp_path), ROWS, "ag.compare")),

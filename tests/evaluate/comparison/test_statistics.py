@@ -60,7 +60,8 @@ def test_comparison_is_paired_and_repeatable():
     paired = compare(mine, theirs)
     assert (paired.n, paired.difference, paired.p, paired.low, paired.high) == (3, 2.0, 0.25, 1.0, 3.0)
     assert paired.error == pytest.approx(1 / math.sqrt(3))  # of 1, 2 and 3, whose standard deviation is 1
-    assert compare([2.0], [1.5]).error is None
+    single = compare([2.0], [1.5])
+    assert single.error is None and math.isnan(single.low) and math.isnan(single.high) and not single.certain
     assert compare(mine, theirs) == paired
     other = compare(theirs, mine)
     assert (other.difference, other.low, other.high, other.p) == (-2.0, -3.0, -1.0, 0.25)
