@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -50,6 +50,12 @@ __all__ = ["GateCallback", "GatedTrainer"]
 
 NAME = "ag_training"  # of the module on the base model
 CHECKPOINT = "gates"  # folder of the export in each checkpoint of the Trainer
+#: Arguments of a Trainer that cannot go with gates, and why.
+REFUSED = {
+    "compute_loss_func": "has its own loss: write an Objective instead.",
+    "compute_metrics": "makes no predictions when it evaluates: leave it out; evaluate() returns the metrics of gates.",
+    "model_init": "would get another model from it, after the gates were attached to the first: give model= instead.",
+}
 
 
 class GatedTrainer(Trainer):
@@ -62,15 +68,17 @@ class GatedTrainer(Trainer):
     - Checkpoints have an export in ``gates``; ``resume_from_checkpoint`` and ``load_best_model_at_end`` read it.
 
     Raises:
-        UserError: there is no :class:`GateCallback`, or another loss (``compute_loss_func``).
+        UserError: there is no :class:`GateCallback`, or an argument that cannot go with gates: ``compute_loss_func``,
+            ``compute_metrics`` or ``model_init``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.compute_loss_func is not None:
-            raise UserError("compute_loss_func= of a GatedTrainer, which has its own loss: write an Objective instead.")
+        for name, advice in REFUSED.items():
+            if getattr(self, name) is not None:
+                raise UserError(f"{name}= of a GatedTrainer, which {advice}")
         self.model_accepts_loss_kwargs = False  # the loss is a mean over one batch; the Trainer averages batches
-        _part(self.model).has_loss = True
+        _trained_gates(self.model).has_loss = True
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -88,28 +96,28 @@ class GatedTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the output has the metrics of :class:`ag.training.validation.Validation`."""
-        part = _part(self.model)
-        part.validation.reset()
+        trained = _trained_gates(self.model)
+        trained.validation.reset()
         output: Any = super().evaluation_loop(*args, **kwargs)
-        part.measured = {name: float(value) for name, value in part.validation.compute().items()}
+        trained.measured = {name: float(value) for name, value in trained.validation.compute().items()}
         prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{name}": value for name, value in part.measured.items()})
+        output.metrics.update({f"{prefix}_{name}": value for name, value in trained.measured.items()})
         return output
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict; exports keep the metrics and the calibration of the last evaluation."""
-        part = _part(self.model)
-        measured, calibration = part.measured, part.gates.calibration
+        trained = _trained_gates(self.model)
+        measured, calibration = trained.measured, trained.gates.calibration
         try:
             return super().predict(*args, **kwargs)
         finally:
-            part.measured, part.gates.calibration = measured, calibration
+            trained.measured, trained.gates.calibration = measured, calibration
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the Trainer's optimiser, with a separate group for the gates."""
-        has_optimizer, part = self.optimizer is not None, _part(self.model)
+        has_optimizer, trained = self.optimizer is not None, _trained_gates(self.model)
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-        gates = set(part.gates.parameters())
+        gates = set(trained.gates.parameters())
         if has_optimizer:
             optimised = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             if not gates <= optimised:
@@ -120,23 +128,23 @@ class GatedTrainer(Trainer):
             return optimizer
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter not in gates]
-        rates = {"lr": part.config.optim.gate_lr, "weight_decay": self.args.weight_decay}
-        optimizer.add_param_group({"params": list(part.gates.parameters()), **rates})
+        rates = {"lr": trained.config.optim.gate_lr, "weight_decay": self.args.weight_decay}
+        optimizer.add_param_group({"params": list(trained.gates.parameters()), **rates})
         return optimizer
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; adds the means of the training metrics since the last call."""
         if "loss" in logs:
-            logs.update(_part(self.model).logged())
+            logs.update(_trained_gates(self.model).logged())
         super().log(logs, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
-        _part(self.model).load(Path(resume_from_checkpoint) / CHECKPOINT)
+        _trained_gates(self.model).load(Path(resume_from_checkpoint) / CHECKPOINT)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        _part(self.model).load(Path(str(self.state.best_model_checkpoint)) / CHECKPOINT)
+        _trained_gates(self.model).load(Path(str(self.state.best_model_checkpoint)) / CHECKPOINT)
 
 
 class GateCallback(TrainerCallback):
@@ -186,11 +194,11 @@ class GateCallback(TrainerCallback):
             check_written(self.path, model, None)
         export.check(gates, model if isinstance(model, PeftModel) else None, path=self.path)
         attach(model, gates)
-        _Part(self.config, model, gates).install(instrument(model))
+        _TrainedGates(self.config, model, gates).install(instrument(model))
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Refuse a Trainer that trains with another loss."""
-        if not _part(kwargs["model"]).has_loss:
+        if not _trained_gates(kwargs["model"]).has_loss:
             raise UserError(
                 "The Trainer has a GateCallback, but not the loss of gates: derive it as "
                 "class Gated(ag.hf.GatedTrainer, SFTTrainer)."
@@ -208,21 +216,21 @@ class GateCallback(TrainerCallback):
             self._write(kwargs["model"], self.path, self.config.export.weights)
 
     def _write(self, model: nn.Module, folder: Path, weights: Literal["float32", "int8"]) -> None:
-        part, base = _part(model), _base(model)
-        kept = {"kept": 1 - part.measured["evicted"]} if "evicted" in part.measured else {}
-        with part.detached():
+        trained, base = _trained_gates(model), _base(model)
+        kept = {"kept": 1 - trained.measured["evicted"]} if "evicted" in trained.measured else {}
+        with trained.detached():
             export.save(
                 folder,
-                part.gates,
+                trained.gates,
                 base_model=hub_name(self.base_model or base.config.name_or_path),
                 base_revision=models.base_revision(base),
                 adapter=model if isinstance(model, PeftModel) else None,
-                metrics=part.measured | kept,
+                metrics=trained.measured | kept,
                 weights=weights,
             )
 
 
-class _Part(nn.Module):
+class _TrainedGates(nn.Module):
     """A submodule of the base model while it is trained: the gates and their loss.
 
     The loss is computed inside the model's forward pass, where DistributedDataParallel and mixed precision apply.
@@ -240,14 +248,11 @@ class _Part(nn.Module):
     def install(self, attachment: Attachment) -> None:
         """Add this module to the base model, until :func:`ag.detach` is called."""
         base: Any = attachment.base
-        self.base, forward = [base], base.forward  # in a list, and therefore not a submodule
-
-        @functools.wraps(type(base).forward)
-        def routed(model: Any, *args: Any, ag_batch: Any = None, ag_step: int | None = None, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs) if ag_batch is None else self(ag_batch, ag_step)
-
+        self.base = [base]  # in a list, and therefore not a submodule
         self._own = vars(base).get("forward")
-        base.forward = self._routed = MethodType(routed, base)
+        # a copy of the model copies the arguments of a partial, but not the variables of an inner function
+        self._routed = functools.update_wrapper(partial(_routed, self, base.forward), base.forward)
+        base.forward = self._routed
         base.add_module(NAME, self)
         self._ignored = base._keys_to_ignore_on_save
         keys = {f"{NAME}.{name}" for name in self.state_dict()}
@@ -296,6 +301,18 @@ class _Part(nn.Module):
         self.gates.load_state_dict(loaded.state_dict())
         self.gates.calibration = loaded.calibration
         self.measured = {name: value for name, value in metrics.items() if value is not None}  # null means not finite
+
+
+def _routed(
+    trained: _TrainedGates,
+    forward: Callable[..., Any],
+    *args: Any,
+    ag_batch: Any = None,
+    ag_step: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run a model's own forward pass, or compute the loss of ``ag_batch``, see :meth:`_TrainedGates.forward`."""
+    return forward(*args, **kwargs) if ag_batch is None else trained(ag_batch, ag_step)
 
 
 def _batch(inputs: dict[str, Any], loss: GatedLoss) -> Batch:
@@ -407,9 +424,9 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def _part(model: Any) -> _Part:
+def _trained_gates(model: Any) -> _TrainedGates:
     """Return the module that the callback added to a model."""
-    part = getattr(_base(model), NAME, None)
-    if not isinstance(part, _Part):
+    trained = getattr(_base(model), NAME, None)
+    if not isinstance(trained, _TrainedGates):
         raise UserError("The Trainer's model has no gates: give it callbacks=[ag.hf.GateCallback(config, EXPORT)].")
-    return part
+    return trained

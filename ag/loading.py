@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ag.config import ModelConfig
 from ag.config.sections import WeightType
+from ag.config.spec import PolicySpec
 from ag.engine import EvictionCache, policy
 from ag.engine.policy import Option
 from ag.errors import UserError
@@ -44,7 +45,7 @@ class Loaded:
             schedule: when tokens are evicted; see :func:`ag.policy`.
             options: hyper-parameters; see :func:`ag.policy`.
         """
-        return EvictionCache(self.model, policy(f"gates:{self.gates}", budget, schedule, **options))
+        return EvictionCache(self.model, policy(PolicySpec("gates", path=self.gates), budget, schedule, **options))
 
 
 def load(gates: str, model: str | None = None, *, dtype: WeightType = "float32", device: str = "cpu") -> Loaded:

@@ -8,6 +8,8 @@ import torch
 import ag
 from ag.errors import UserError
 from ag.gates import export
+from ag.gates.attach import same_gates
+from ag.loading import Loaded
 from tests.support.gates_for import gates_for
 from tests.support.http_server import byte_tokenizer, saved
 from tests.support.refused import refuses
@@ -74,3 +76,11 @@ def test_an_export_loads_with_all_that_it_needs(model, tmp_path):
     with torch.no_grad():
         logits = [loaded.model(ids, past_key_values=each).logits for each in (cache, own)]
     assert torch.equal(*logits) and cache.kept_share() == own.kept_share() == 0.5
+
+
+def test_the_name_of_an_export_may_end_like_a_policy(model, tmp_path):
+    """Its sibling without the ending is another export."""
+    for seed, name in enumerate(("run", "run@heads", "run+vatp")):
+        gates, folder = gates_for(model, seed), tmp_path / name
+        export.save(folder, gates)
+        assert same_gates(Loaded(model, byte_tokenizer(), str(folder)).cache(0.5).gates, gates)

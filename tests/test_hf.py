@@ -1,5 +1,6 @@
 """Trainers of other libraries train gates, with the numbers of Lightning's path."""
 
+import copy
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import ag
 import ag.data
@@ -32,6 +33,7 @@ from ag.training.validation import Validation
 from tests.support import ROOT, hf_ranks
 from tests.support.bounds import hold, of_nats
 from tests.support.command import free_port
+from tests.support.exports import MODEL
 from tests.support.refused import refuses
 from tests.support.warm import started
 
@@ -77,7 +79,9 @@ def make(tiny_llama, tmp_path):
     """`make(config, lora=False, kind=Gated, **arguments)`: a Trainer on a tiny model."""
 
     def trainer(config=None, lora=False, kind=Gated, data=(), callbacks=None, **arguments):
-        model = tiny_llama()
+        names = ("optimizers", "compute_loss_func", "compute_metrics", "model_init")
+        more = {name: arguments.pop(name) for name in names if name in arguments}
+        model = None if "model_init" in more else tiny_llama()
         if lora:
             model = get_peft_model(model, LoraConfig(r=2, target_modules=TARGETS))
             for name, parameter in model.named_parameters():
@@ -88,7 +92,6 @@ def make(tiny_llama, tmp_path):
         )
         if callbacks is None:
             callbacks = [ag.hf.GateCallback(config or configured(), tmp_path / "export", "tiny")]
-        more = {name: arguments.pop(name) for name in ("optimizers", "compute_loss_func") if name in arguments}
         rows = datasets.Dataset.from_list(list(data) or [{"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]}])
         args = TrainingArguments(**arguments)
         return kind(model, args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks, **more)
@@ -304,6 +307,18 @@ def test_evaluation_export_and_detach(make, tiny_llama, tmp_path):
     assert model._keys_to_ignore_on_save == plain._keys_to_ignore_on_save
 
 
+def test_a_copy_of_a_model_in_training_stands_on_its_own(make):
+    model, ids = make().model.eval(), torch.tensor([[5, 6, 7, 8]])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        for parameter in model.parameters():
+            parameter.zero_()
+        assert torch.equal(copied(ids).logits, wanted) and bool(wanted.any())
+    ag.detach(copied)
+    assert "forward" not in vars(copied) and "forward" in vars(model)
+
+
 @pytest.mark.parametrize(("process", "counted"), [(0, [0, 1]), (1, [2])])
 def test_rows_that_fill_the_last_batch_count_in_no_metric(make, process, counted):
     """As the second rank of two gets rows again when three are left for two batches of two."""
@@ -314,7 +329,7 @@ def test_rows_that_fill_the_last_batch_count_in_no_metric(make, process, counted
     for inputs, end in ((given, True), ({name: x[counted] for name, x in data.items()}, False)):
         state.end_of_dataloader = end
         trainer.accelerator = SimpleNamespace(gradient_state=state, even_batches=True, process_index=process)
-        validation = ag.hf._part(trainer.model).validation
+        validation = ag.hf._trained_gates(trainer.model).validation
         validation.reset()
         trainer.prediction_step(trainer.model, inputs)
         found.append(validation.compute())
@@ -353,8 +368,10 @@ def test_mixed_precision_sees_the_loss(make):
         ({"config": configured(loss={"objective": "kl", "share_high": 0.7, "replay": True})}, "loss.replay=false"),
         ({"callbacks": []}, "ag.hf.GateCallback"),
         ({"compute_loss_func": lambda *_, **__: None}, "compute_loss_func Objective"),
+        ({"compute_metrics": lambda _: {"mine": 1.0}}, "compute_metrics evaluate()"),
+        ({"model_init": lambda: LlamaForCausalLM(MODEL)}, "model_init model="),
     ],
-    ids=["warm-start", "replay", "no-callback", "another-loss"],
+    ids=["warm-start", "replay", "no-callback", "another-loss", "other-metrics", "another-model"],
 )
 def test_trainers_that_cannot_train_gates(make, arguments, parts):
     with refuses(UserError, *parts.split()):

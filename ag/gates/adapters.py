@@ -7,7 +7,8 @@ hash of the adapter's weights in its configuration (MERGED).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 MERGED = "merged_adapter"  # in the config.json of a merged model
 WRAPPER = "base_model.model."  # before the names in a model that PEFT wraps
 ADAPTER_NAME = "default"  # PEFT's name of the adapter in an export
+LORA = "LORA"  # PEFT's name of the type of adapters that an export holds
 #: Values of PEFT's ``init_lora_weights`` that leave the weights of the base model unchanged.
 BASE_STAYS = frozenset({"none", "true", "false", "gaussian", "eva", "orthogonal", "mica"})
 #: Values that change the base by its own weights alone; PEFT repeats the change when it loads the adapter.
@@ -39,7 +41,7 @@ class Adapter:
     source: str  # folder of the export, for messages
     sha256: str  # hash of its weights
     name: str  # PEFT's name of a tensor that is not zero
-    tensor: Tensor  # values of this tensor; they identify the adapter
+    tensor: Tensor  # its values; one tensor tells the adapter, because no other training ends at these values
 
     def count_in(self, model: nn.Module) -> int:
         """Count the adapter in a model: merged into it, by the configuration, and in PEFT's active layers."""
@@ -148,6 +150,35 @@ def check_repeatable(adapter_label: object, settings: Mapping[str, Any]) -> None
         )
 
 
+def check_type(adapter_label: object, peft_type: object) -> None:
+    """Refuse an adapter of another type than LoRA: :class:`Adapter` would not find it in a model.
+
+    Raises:
+        ExportError: names the type.
+    """
+    if peft_type != LORA:
+        raise ExportError(
+            f"{adapter_label} is of the type {peft_type}: expected {LORA} (DoRA too), which models are checked for; "
+            "train LoRA, or merge this adapter into the base model first (merge_and_unload, save_pretrained)."
+        )
+
+
+@contextmanager
+def layers_kept(model: nn.Module) -> Iterator[None]:
+    """Give a base model its own layers back after an error: PEFT replaces them before it reads an adapter."""
+    children = [(module, dict(module._modules)) for module in model.modules()]
+    attributes = {name: dict(value) for name, value in vars(model).items() if name == "peft_config"}
+    try:
+        yield
+    except Exception:
+        for module, own in children:
+            module._modules.clear()
+            module._modules.update(own)
+        vars(model).pop("peft_config", None)
+        vars(model).update(attributes)
+        raise
+
+
 def check_files(folder: Path) -> set[str]:
     """Check the files of an adapter; returns PEFT's names of its tensors.
 
@@ -158,17 +189,24 @@ def check_files(folder: Path) -> set[str]:
         ExportError: names the file and the wrong value.
     """
     settings, weights = (folder / name for name in ADAPTER_FILES)
-    raw = read(folder, ADAPTER_FILES[0])
+    content = _read_settings(folder)
+    _check_lora(settings, content)
+    check_repeatable(f"{settings}: an adapter", content)
+    return set(parse(weights, read(folder, ADAPTER_FILES[1])))
+
+
+def _read_settings(folder: Path, sha256: str | None = None) -> dict[str, Any]:
+    """Return the settings of an adapter, which is LoRA."""
+    file = folder / ADAPTER_FILES[0]
+    raw = read(folder, ADAPTER_FILES[0], sha256)
     try:
         content = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ExportError(f"{settings}: not JSON ({error}): expected the file as exported; copy it again.") from error
+        raise ExportError(f"{file}: not JSON ({error}): expected the file as exported; copy it again.") from error
     if not isinstance(content, dict):
-        raise ExportError(f"{settings}: {content!r:.80}: expected a JSON object; copy the file again.")
-    if content.get("peft_type") == "LORA":
-        _check_lora(settings, content)
-    check_repeatable(f"{settings}: an adapter", content)
-    return set(parse(weights, read(folder, ADAPTER_FILES[1])))
+        raise ExportError(f"{file}: {content!r:.80}: expected a JSON object; copy the file again.")
+    check_type(f"{file}: the adapter", content.get("peft_type"))
+    return content
 
 
 def _check_lora(settings: Path, content: dict[str, Any]) -> None:
@@ -203,11 +241,12 @@ def adapter_of(folder: Path, info: Mapping[str, Any]) -> Adapter | None:
     """Read the adapter of an export. None: it has none, the adapter changes nothing, or the schema is 1.0.
 
     Raises:
-        ExportError: when its weights are missing or damaged.
+        ExportError: when its files are missing or damaged, or it is not LoRA.
     """
-    name = ADAPTER_FILES[1]
+    settings, name = ADAPTER_FILES
     if name not in info["sha256"]:
         return None
+    _read_settings(folder, info["sha256"].get(settings))
     tensors = parse(folder / name, read(folder, name, info["sha256"][name]))
     nonzero = {key: tensor for key, tensor in tensors.items() if "lora_B" in key and bool(tensor.any())}
     if not nonzero or minor_version(info["schema_version"]) < 1:

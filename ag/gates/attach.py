@@ -10,7 +10,7 @@ from torch import nn
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
-from ag.model.hooks import Attachment, instrument, restore
+from ag.model.hooks import LOCK, Attachment, instrument, restore
 from ag.model.structure import attentions_of, decoder_of, device_of
 from ag.model.support import check_attention
 
@@ -30,12 +30,13 @@ def attach(model: nn.Module, gates: AttentionGates) -> None:
     """
     check_attention(model)
     decoder = decoder_of(model)
-    attachment = getattr(decoder, "_ag_attachment", None)
-    if attachment is not None and attachment.gates is not None:
-        raise UserError("The model has gates attached already; call ag.detach(model) first.")
-    check_geometry(model, gates)
-    move_to_layers(model, gates)
-    instrument(model).gates = gates
+    with LOCK:
+        attachment = getattr(decoder, "_ag_attachment", None)
+        if attachment is not None and attachment.gates is not None:
+            raise UserError("The model has gates attached already; call ag.detach(model) first.")
+        check_geometry(model, gates)
+        move_to_layers(model, gates)
+        instrument(model).gates = gates
 
 
 def attached_gates(model: nn.Module) -> AttentionGates | None:

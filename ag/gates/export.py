@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from ag.config.exports import StrPath
 from ag.config.gate import GateConfig
 from ag.errors import first_line
-from ag.gates.adapters import ADAPTER_NAME, MERGED, adapter_of, check_files, check_written
+from ag.gates.adapters import ADAPTER_NAME, MERGED, adapter_of, check_files, check_type, check_written, layers_kept
 from ag.gates.calibration import Calibration
 from ag.gates.card import model_card
 from ag.gates.folder import (
@@ -102,12 +102,13 @@ def save(
         weights: data type of the matrices in the file; int8 needs a quarter of the space.
 
     Raises:
-        ExportError: the folder has other files, a weight is not finite, or the disk refuses. An earlier export stays
-            unchanged.
+        ExportError: the folder has other files, a weight is not finite, a buffer is not persistent, or the disk
+            refuses. An earlier export stays unchanged.
         OSError: the figure cannot be read.
     """
     target = Path(path).resolve()
     check_replaceable(target, FILES, CONFIG)
+    _check_buffers(target, gates)
     picture = None if figure is None else Path(figure).read_bytes()
     tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in gates.state_dict().items()}
     check_finite(target / WEIGHTS, tensors)
@@ -166,11 +167,23 @@ def check(gates: Gates | None, adapter: PeftModel | None, *, path: StrPath | Non
     if path is not None:
         check_replaceable(target, *((FILES, CONFIG) if gates is not None else ({ADAPTER}, ADAPTER)))
     if gates is not None:
+        _check_buffers(target, gates)
         _info(target, gates, {WEIGHTS: ""})
     if adapter is not None:
         check_adapter(target, adapter)
     if merge and adapter is not None:
         check_mergeable(target, adapter)
+
+
+def _check_buffers(label: object, gates: Gates) -> None:
+    """Refuse gates with a buffer that the file of weights does not hold."""
+    saved = gates.state_dict()
+    unsaved = next((name for name, _ in gates.named_buffers() if name not in saved), None)
+    if unsaved is not None:
+        raise ExportError(
+            f"{label}: the gates' buffer {unsaved} is not persistent, so that an export does not hold it: expected "
+            "buffers that are saved; make it persistent (register_buffer without persistent=False)."
+        )
 
 
 def load(
@@ -186,7 +199,8 @@ def load(
         model_config: configuration of the base model. None: the base model is not checked.
 
     Raises:
-        ExportError: the export is incomplete, changed, or for another base model.
+        ExportError: the export is incomplete, changed, or for another base model; or its kind of gate has a buffer
+            that is not persistent.
     """
     folder = local(path)
     foreign = detect_foreign(folder)
@@ -198,6 +212,7 @@ def load(
             gates = make(info["base_model"]["fingerprint"], GateConfig(**info["gate"]))
         except ValueError as error:
             raise ExportError(f"{folder / CONFIG}: {error}") from error
+    _check_buffers(folder, gates)
     expected = {name: tensor.float() for name, tensor in gates.state_dict().items()}
     tensors = _weights(folder, info, expected) if foreign is None else foreign.tensors(expected)
     gates.load_state_dict(tensors, assign=True)
@@ -323,11 +338,10 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
         merge: merge the adapter into the weights, and write its hash into the configuration; returns the plain model.
 
     Raises:
-        ExportError: the export has no adapter, is damaged, or belongs to another base model.
+        ExportError: the export has no adapter, is damaged, or belongs to another base model. The model then has its own
+            layers; an adapter that starts by changing their weights (pissa, olora, loftq) may have changed them.
         UserError: the model has the adapter already.
     """
-    import peft  # loads bitsandbytes, which only some models need
-
     folder = adapter_path(path)
     if folder is None:
         raise ExportError(f"{path}: the export has no {ADAPTER} folder: expected one trained with train=gates+lora.")
@@ -337,6 +351,24 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
         if adapter := adapter_of(local(path), info):
             adapter.check(model, times=0)
     names = check_files(local(path))
+    with layers_kept(model):
+        wrapped = _wrapped(model, folder, names)
+    return _merged(wrapped, path) if merge else wrapped
+
+
+def _wrapped(model: PreTrainedModel, folder: Path, names: set[str]) -> PeftModel:
+    """Load an adapter into PEFT's layers.
+
+    Args:
+        model: the base model, whose layers PEFT replaces.
+        folder: the folder ``adapter``.
+        names: PEFT's names of the tensors in its file.
+
+    Raises:
+        ExportError: PEFT cannot load it, or the model needs other tensors.
+    """
+    import peft  # loads bitsandbytes, which only some models need
+
     try:
         with quiet():
             wrapped = peft.PeftModel.from_pretrained(model, str(folder)).eval()
@@ -352,10 +384,10 @@ def load_adapter(model: PreTrainedModel, path: StrPath, *, merge: bool = False) 
             f"{len(x)} tensors are {state} ({x[0]}, ...)" for state, x in mismatched.items() if x
         )
         raise ExportError(
-            f"{local(path) / ADAPTER_FILES[1]}: {differences}: expected the tensors that {ADAPTER_FILES[0]} asks for "
+            f"{folder.parent / ADAPTER_FILES[1]}: {differences}: expected the tensors that {ADAPTER_FILES[0]} asks for "
             "in this model; copy the adapter again, or load its base model."
         )
-    return _merged(wrapped, path) if merge else wrapped
+    return wrapped
 
 
 def _merged(model: PeftModel, path: StrPath) -> PreTrainedModel:
@@ -397,11 +429,12 @@ def write_adapter(adapter: PeftModel, folder: Path, base_model: str) -> dict[str
 
 
 def check_adapter(target: Path, adapter: PeftModel) -> None:
-    """Refuse a model with trained parameters or adapters that PEFT does not write."""
+    """Refuse a model whose adapter is not LoRA, or with trained parameters or adapters that PEFT does not write."""
     from peft import get_peft_model_state_dict  # loads bitsandbytes, which only some models need
 
     if ADAPTER_NAME not in adapter.peft_config:
         raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named {ADAPTER_NAME!r}.")
+    check_type(f"{target.name}: the adapter {ADAPTER_NAME!r}", adapter.peft_config[ADAPTER_NAME].peft_type.value)
     check_written(target, adapter)
     written = {x.data_ptr() for x in get_peft_model_state_dict(adapter, save_embedding_layers=False).values()}
     unwritten = [name for name, x in adapter.named_parameters() if x.requires_grad and x.data_ptr() not in written]

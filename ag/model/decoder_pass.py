@@ -101,14 +101,15 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
     if "logits_to_keep" in named:  # with it Gemma 4 leaves out tokens that its last layers would read
         named["logits_to_keep"] = 0
     attachment: Any = decoder._ag_attachment
-    token_mask, cache = named.get("attention_mask"), cache_argument(type(decoder))
+    cache = cache_argument(type(decoder))
+    token_mask = interceptor.tokens if named.get("attention_mask") is None else named["attention_mask"]
     # transformers passes a 4-dimensional mask through, so it builds no n^2 mask; the interceptor knows the padding
-    mask = named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    open_mask = named["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     returns_dict = named.get("return_dict", getattr(decoder.config, "return_dict", True)) is not False
     if not returns_dict:
         named["return_dict"] = True  # the tuple is made at the end
 
-    token_mask, parts = interceptor.tokens if token_mask is None else token_mask, list[_Part]()
+    parts: list[_Part] = []
     for columns, positions in interceptor.passes(named.pop("position_ids", None)):
         if interceptor.masks and parts:
             refuse_masks(decoder)
@@ -118,7 +119,7 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
                 arranged = as_they_came(positions, token_mask, tokens.shape[1])
             else:
                 arranged = right_aligned(columns, positions)
-            named["attention_mask"] = masks_by_type(mask, arranged.valid)
+            named["attention_mask"] = masks_by_type(open_mask, arranged.valid)
         interceptor.columns, interceptor.arranged = columns, arranged if attachment.hybrid else None
         interceptor.attended = [0] * len(attachment.modules)
         named["position_ids"] = arranged.positions
@@ -131,6 +132,8 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
             run = partial(_with_rope, forward, attachment.rope, lengths, arranged)
         keeps = attachment.hybrid and interceptor.states is not None
         output = _with_states(run, named, cache, interceptor, arranged) if keeps else run(**named)
+        if arranged.columns is not None:
+            _check_joinable(decoder, output)
         parts.append(_Part(arranged.rows, arranged.columns, output))
         if any(times != 1 for times in interceptor.attended):
             refuse_unreached(decoder, interceptor.attended)
@@ -158,6 +161,16 @@ def _check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
         raise UserError(
             f"{kind}: layers that train under gradient checkpointing drop their cache; call model.eval() before a pass "
             "with an eviction cache, or leave gradient checkpointing out."
+        )
+
+
+def _check_joinable(decoder: Any, output: Any) -> None:
+    """Refuse a pass over a part of a call if its output has fields that :func:`_joined` cannot put together."""
+    if getattr(output, "router_logits", None) is not None:
+        raise UserError(
+            f"{type(decoder).__name__}: output_router_logits=True, and this call is read in parts, each with router "
+            "logits of its own: expected one pass without padding; set output_router_logits=False, or leave "
+            "prefill_chunk_size, the schedule blocks and padding out."
         )
 
 
@@ -192,11 +205,14 @@ def attention(
         result: tuple[Tensor, Tensor | None] = own(OwnConfig(module), query, key, value, attention_mask, **kwargs)
         return result
     said = {name for name, value in kwargs.items() if value is not None and value is not False}
-    unknown = sorted(said - HARMLESS)
-    own_mask = attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1)
-    if unknown or own_mask or kwargs.get("is_causal") is False:  # one number: the mask of run_decoder
-        does = f"says {', '.join(unknown)} to its attention function" if unknown else "is not causal (is_causal=False)"
-        does = "makes a mask or a bias of its own" if own_mask else does
+    unknown, does = sorted(said - HARMLESS), ""
+    if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1):
+        does = "makes a mask or a bias of its own"  # a mask of one number is that of run_decoder
+    elif unknown:
+        does = f"says {', '.join(unknown)} to its attention function"
+    elif kwargs.get("is_causal") is False:
+        does = "is not causal (is_causal=False)"
+    if does:
         raise UnsupportedModelError(
             f"{type(module).__name__} {does}, which gates and eviction caches leave out; {USE_ANOTHER}"
         )

@@ -12,17 +12,20 @@ from transformers.generation.utils import GenerationMixin
 from ag.model.decoder_pass import interceptor_in, with_cache_argument
 from ag.model.support import check_adapter, check_end
 
+FIRST = ("inputs", "generation_config")  # arguments of ``model.generate`` that may come without a name
+
 
 def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate, and announce the text and the end of the prompt to the cache, which chunks and drafts do not show."""
     interceptor, kwargs = interceptor_in(kwargs), with_cache_argument(type(model), kwargs)
-    inputs = (kwargs.get("inputs_embeds"), *args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
+    named = dict(zip(FIRST, args, strict=False)) | kwargs
+    inputs = (named.get(name) for name in ("inputs_embeds", "inputs", "input_ids"))
     tokens: Tensor | None = next((x for x in inputs if x is not None), None)
     if interceptor is None or tokens is None:
         return type(model).generate(model, *args, **kwargs)
     check_adapter(getattr(model.prepare_inputs_for_generation, "__self__", model))  # PEFT puts its own method there
-    mask, ids = kwargs.get("attention_mask"), tokens if tokens.ndim == 2 else None
-    valid = _inferred(model, tokens, kwargs) if mask is None else mask.bool()
+    mask, ids = named.get("attention_mask"), tokens if tokens.ndim == 2 else None
+    valid = _inferred(model, tokens, named) if mask is None else mask.bool()
     check_end(valid)
     interceptor.expect(valid, ids)
     text = None
@@ -48,17 +51,17 @@ def prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:
     return GenerationMixin.prepare_inputs_for_generation(model, *args, **kwargs)
 
 
-def _inferred(model: Any, tokens: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+def _inferred(model: Any, tokens: Tensor, named: Mapping[str, Any]) -> Tensor:
     """Return the mask ``[B, T]`` bool that transformers infers where none is given: ``pad_token_id`` is padding."""
-    pad, ends = (_setting(model, name, kwargs) for name in ("pad_token_id", "eos_token_id"))
+    pad, ends = (_setting(model, name, named) for name in ("pad_token_id", "eos_token_id"))
     marks_padding = pad is not None and pad not in (ends if isinstance(ends, list | tuple) else [ends])
     text = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     return tokens.ne(pad) if marks_padding and tokens.ndim == 2 else text
 
 
-def _setting(model: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
+def _setting(model: Any, name: str, named: Mapping[str, Any]) -> Any:
     """Return a setting of ``model.generate``: its argument, else the given configuration's value, else the model's."""
-    if name in kwargs:
-        return kwargs[name]
-    values = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))
+    if name in named:
+        return named[name]
+    values = (getattr(config, name, None) for config in (named.get("generation_config"), model.generation_config))
     return next((x for x in values if x is not None), None)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ from ag.model.structure import (
 
 IMPLEMENTATION = "ag"
 WINDOW_MASK = "create_sliding_window_causal_mask"  # of transformers
+LOCK = threading.RLock()  # held while hooks are installed or removed: two threads may make the first caches of a model
 
 
 @dataclass
@@ -62,9 +64,13 @@ def instrument(model: nn.Module) -> Attachment:
         UnsupportedModelError: when the model class does not use the attention interface of transformers.
     """
     decoder = decoder_of(model)
-    existing: Attachment | None = getattr(decoder, "_ag_attachment", None)
-    if existing is not None:
-        return existing
+    with LOCK:
+        existing: Attachment | None = getattr(decoder, "_ag_attachment", None)
+        return existing if existing is not None else _install(unwrapped(model), decoder)
+
+
+def _install(base: Any, decoder: Any) -> Attachment:
+    """Install the hooks and the attention function in a model, and keep the record on its decoder."""
     handles: list[Any] = []
     modules, changes = [], changing_length(decoder)
     for site, module in _sites(decoder):
@@ -73,7 +79,6 @@ def instrument(model: nn.Module) -> Attachment:
         module._ag_own_config = module.config
         module.config = copy.copy(module.config)
         module.config._attn_implementation = IMPLEMENTATION
-    base = unwrapped(model)
     threaded = ThreadedLayers(base)
     handles += [base.register_forward_pre_hook(partial(before_model, threaded), with_kwargs=True), threaded]
     hybrid = has_other_layers(decoder.config)
@@ -111,9 +116,13 @@ def _masks_windows(decoder: Any) -> bool:
 def restore(model: nn.Module) -> None:
     """Undo everything that this library did to a model; does nothing to an untouched one."""
     decoder = decoder_of(model)
-    attachment: Attachment | None = getattr(decoder, "_ag_attachment", None)
-    if attachment is None:
-        return
+    with LOCK:
+        attachment: Attachment | None = getattr(decoder, "_ag_attachment", None)
+        if attachment is not None:
+            _uninstall(decoder, attachment)
+
+
+def _uninstall(decoder: Any, attachment: Attachment) -> None:
     for handle in attachment.handles:
         handle.remove()
     for module in attachment.modules:

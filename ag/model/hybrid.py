@@ -93,7 +93,8 @@ class States(Cache):
     def recorded(self, columns: int) -> int:
         """Return how many of the ``columns`` that were read can be taken back.
 
-        A state that holds all columns can give all of them back, and a longer past what exceeds the kernel.
+        A state as wide as the text holds all of its inputs, and can give all of them back. A narrower one holds the
+        newest inputs, of which enough must stay to fill the kernel.
         """
         states = [(x, layer.conv_kernel_size[n]) for layer in self.recording for n, x in layer.conv_states.items()]
         widths = [(x.shape[-1], size) for x, size in states if x is not None]

@@ -52,7 +52,7 @@ def geometry(name: str) -> PretrainedConfig:
         shape: dict[str, Any] = dict(zip(COLUMNS, GEOMETRIES[geometry_name], strict=True))
         rope = {"rope_type": "default", "rope_theta": 500000.0}
         return LlamaConfig(max_position_embeddings=1 << 20, rope_parameters=rope, **shape)
-    path = configurations.find(geometry_name) or Path(geometry_name).expanduser()
+    path = configurations.find(geometry_name) or Path(os.path.expanduser(geometry_name))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(path))
     except Exception as error:  # a file may hold anything

@@ -117,7 +117,11 @@ class RopeByText:
             self.rotary.forward = self._earlier_forward
 
     def set_of(self, lengths: Tensor) -> Tensor:
-        """Return which set of frequencies texts of these lengths have: the shortest length that has it."""
+        """Return the length that stands for the set of frequencies of texts of these lengths.
+
+        It is ``changes`` for texts up to that length. For longer ones it is ``changes + 1`` (longrope, which has one
+        set for them all) or their own length (dynamic NTK).
+        """
         further = lengths.clamp_max(self.changes + 1) if self.rotary.rope_type == "longrope" else lengths
         return further.clamp_min(self.changes)
 

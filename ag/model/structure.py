@@ -104,9 +104,9 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """
     base, decoder = unwrapped(model), decoder_of(model)
     states = hidden.reshape(1, -1, hidden.shape[-1])
-    reader = next(name for name, part in base.named_children() if any(module is decoder for module in part.modules()))
+    child = next(name for name, part in base.named_children() if any(module is decoder for module in part.modules()))
     head_only = copy.copy(base)
-    head_only._modules = base._modules | {reader: _Read(states, base._modules[reader])}
+    head_only._modules = base._modules | {child: _GivenStates(states, base._modules[child])}
     out = type(base).forward(head_only, inputs_embeds=states, use_cache=False, return_dict=True)
     logits: Tensor = out.logits
     return logits.view(*hidden.shape[:-1], logits.shape[-1])
@@ -118,22 +118,22 @@ def end_tokens(model: nn.Module, eos: int | None) -> set[int]:
     return {token for token in (eos, *(named if isinstance(named, list) else [named])) if token is not None}
 
 
-class _Read:
-    """A stack of layers that returns given states: it is its own output, without other fields.
+class _GivenStates:
+    """Stands for a stack of layers, and returns given states: it is its own output, without other fields.
 
     Args:
         states: final hidden states.
-        of: the stack, whose factors the head reads (Falcon-H1).
+        stack: what it stands for, whose factors the head reads (Falcon-H1).
     """
 
-    def __init__(self, states: Tensor, of: nn.Module | None) -> None:
-        self.last_hidden_state, self._of = states, of
+    def __init__(self, states: Tensor, stack: nn.Module | None) -> None:
+        self.last_hidden_state, self._stack = states, stack
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Read:
+    def __call__(self, *args: Any, **kwargs: Any) -> _GivenStates:
         return self
 
     def __getitem__(self, index: int) -> Tensor:
         return (self.last_hidden_state,)[index]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name, None)
+        return getattr(self._stack, name, None)

@@ -78,7 +78,7 @@ def load_service(config: ServeConfig) -> Service:
     # a PeftModel forwards every attribute
     scheduler = Scheduler(model, tokenizer, policy, pool, **limits)  # type: ignore[arg-type]
     base_name, _ = named_base(gates, config.model)
-    service = Service(scheduler, config.name or Path(base_name).expanduser().absolute().name, config)
+    service = Service(scheduler, config.name or Path(os.path.expanduser(base_name)).absolute().name, config)
     capacity = scheduler.admission.capacity_text(pool.capacity, scheduler.context_length, scheduler.batch)
     logger.info("policy %s, %s", service.policy, capacity)
     return service

@@ -58,7 +58,7 @@ def _describe(config: Config, step_plan: MemoryPlan) -> str:
 
 def _plan(config: Config) -> MemoryPlan | None:
     """Compute the plan of a run. None: the run replays, the model is small, or only the hub has its geometry."""
-    name, folder = config.model.name, Path(config.model.name).expanduser()
+    name, folder = config.model.name, Path(os.path.expanduser(config.model.name))
     if config.loss.replay:
         return None
     if (folder / "config.json").is_file():

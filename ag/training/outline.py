@@ -7,6 +7,7 @@ The numbers in the configuration of a decoder like Llama's give all of them. Any
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +108,7 @@ def read_values(name: str, revision: str | None) -> dict[str, Any] | None:
     """
     source = BASES.get(name)
     packaged = None if revision is not None else configurations.find(hub_name(name))
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     files = [packaged] if packaged else [path, path / "config.json"]
     if source is not None and revision is None:
         files.append(source.folder() / "config.json")

@@ -247,6 +247,49 @@ def test_settings_that_peft_cannot_follow(alone, settings):
         export.load_adapter(base, folder)
 
 
+@pytest.mark.parametrize(
+    "weigh",
+    [lambda tensors: tensors.pop(FIRST), lambda tensors: tensors.update({FIRST: torch.zeros(3, 64)})],
+    ids=["missing", "shape"],
+)
+def test_a_refused_adapter_leaves_the_model_as_it_was(alone, weigh):
+    """PEFT puts its layers in before it reads the weights."""
+    base, folder = alone(weigh=weigh)
+    names, tokens = base.state_dict().keys(), torch.arange(8)[None]
+    with torch.no_grad():
+        wanted = base(tokens).logits
+        with refuses(ExportError, str(folder / "adapter")):
+            export.load_adapter(base, folder)
+        assert torch.equal(base(tokens).logits, wanted)
+    assert base.state_dict().keys() == names and not hasattr(base, "peft_config")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        peft.LoHaConfig(r=2, target_modules=["q_proj"]),
+    ],
+    ids=["IA3", "LOHA"],
+)
+def test_an_adapter_of_another_type_is_refused(tmp_path, monkeypatch, config):
+    """It has no tensor by which a model would be checked for it."""
+    kind = f"of the type {config.peft_type.value}"
+    adapted, folder = peft.get_peft_model(LlamaForCausalLM(copy.deepcopy(MODEL)), config), tmp_path / "e"
+    for write in (lambda: export.check(None, adapted), lambda: export.save(folder, make_gates(), adapter=adapted)):
+        with refuses(ExportError, kind, "LORA", "merge_and_unload"):
+            write()
+    monkeypatch.setattr(export, "check_adapter", lambda *_: None)  # as earlier versions wrote it
+    export.save(folder, make_gates(), adapter=adapted)
+    read = (
+        lambda: AttentionGates.from_pretrained(folder),
+        lambda: export.load_adapter(LlamaForCausalLM(MODEL), folder),
+    )
+    for use in read:
+        with refuses(ExportError, "adapter_config.json", kind, "LORA"):
+            use()
+
+
 def test_what_cannot_be_exported_is_told_before(tmp_path: Path) -> None:
     gates, adapter = make_gates(), make_adapter()
     export.check(gates, adapter, merge=True)

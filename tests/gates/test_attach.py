@@ -1,10 +1,14 @@
 import copy
+import threading
+import time
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 
 import ag
+from ag.model import hooks
+from ag.model.rope import changing_length
 from tests.support.gates_for import gates_for
 from tests.support.memory import storages
 from tests.support.refused import refuses
@@ -129,3 +133,26 @@ def test_a_copy_of_a_model_stands_on_its_own(tiny_llama):
     assert bool(got.any())
     ag.detach(copied)
     assert "forward" in vars(model.model)
+
+
+def test_threads_that_make_the_first_caches_of_a_model(tiny_llama, monkeypatch):
+    """One of them installs the hooks, and the others wait for it."""
+    model, barrier, found = tiny_llama(), threading.Barrier(3), []
+
+    def pause(decoder):
+        time.sleep(0.2)  # for the other threads to come here, if they can
+        return changing_length(decoder)
+
+    def make_cache():
+        barrier.wait()
+        ag.EvictionCache(model, "full")
+        found.append(model.model._ag_attachment)
+
+    monkeypatch.setattr(hooks, "changing_length", pause)
+    threads = [threading.Thread(target=make_cache) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3 and len({*map(id, found)}) == 1
+    assert [len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers] == [1, 1, 1]

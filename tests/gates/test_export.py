@@ -197,6 +197,34 @@ def test_a_gate_may_have_tensors_called_scale(
         export.quantise_weights({"inner": torch.ones(2, 2), "inner.scale": torch.ones(2)})
 
 
+class Sized(TokenGate):
+    """A gate with a buffer."""
+
+    persistent = True
+
+    def build(self, hidden_size: int, heads: int) -> None:
+        self.linear = torch.nn.Linear(hidden_size, heads, bias=False)
+        self.register_buffer("size", torch.tensor(float(hidden_size)), persistent=self.persistent)
+
+
+def test_a_buffer_of_a_gate_is_exported_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "sized", Sized)
+    config = GateConfig(kind="sized")
+    gates = make_gates(config=config)
+    export.save(tmp_path / "e", gates)
+    assert_same(AttentionGates.from_pretrained(tmp_path / "e"), gates)
+    monkeypatch.setattr(Sized, "persistent", False)
+    gates = make_gates(config=config)
+    for refused in (
+        lambda: export.check(gates, None),
+        lambda: export.save(tmp_path / "other", gates),
+        lambda: AttentionGates.from_pretrained(tmp_path / "e"),
+    ):
+        with refuses(ExportError, "layers.0.size", "persistent=False"):
+            refused()
+    assert not (tmp_path / "other").exists()
+
+
 def test_an_export_in_eight_bits(tmp_path: Path) -> None:
     """Each weight is within half a step of its row; damaged files are refused."""
     gates = make_gates(config=MLP)

@@ -54,12 +54,14 @@ def edit_json(path: Path, **changes: object) -> None:
 class TestResolve:
     def test_folder_and_hub_id(self, folder: Path) -> None:
         assert models.resolve(str(folder)) == str(folder)
-        assert models.resolve("meta-llama/Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
+        for name in ("meta-llama/Llama-2-7b-hf", "jdoe/qwen2.5-coder-0.5b"):  # the second is no misspelt alias
+            assert models.resolve(name) == name
 
     def test_names_of_no_model(self, tmp_path: Path) -> None:
-        for name in ("./none", "some/folder/deep", str(tmp_path)):
+        for name in ("./none", "some/folder/deep", "~no_such_user/model", str(tmp_path)):
             with refuses(models.ModelError, f"model.name='{name}'", "config.json"):
                 models.resolve(name)
+            assert models.checksums(name) == {}
         for name, meant in (("smolm2", "smollm2"), ("qwen2.5-coder-05b", "qwen2.5-coder-0.5b")):
             with pytest.raises(models.ModelError, match=f"did you mean '{meant}'"):
                 models.resolve(name)

@@ -44,8 +44,9 @@ def test_what_is_computed_and_not_drawn_is_as_in_the_class_of_the_model(name, tm
 
 
 def test_a_random_base_of_no_file_or_on_no_device_is_one_sentence(tmp_path):
-    with refuses(UserError, "model.name=random:nothing.json", "random:llama-8b", "random:meta-llama/Llama-2-7b-hf"):
-        models.load_base("random:nothing.json")
+    for name in ("random:nothing.json", "random:~no_such_user/config.json"):
+        with refuses(UserError, f"model.name={name}", "random:llama-8b", "random:meta-llama/Llama-2-7b-hf"):
+            models.load_base(name)
     with refuses(UserError, "device=cuda:99", "give cpu"):
         models.load_base("random:tiny", "cuda:99")
     with refuses(UserError, "device=gpu", "give cpu"):  # before the model is looked for

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, DynamicCache, Phi3Config, Phi3ForCausalLM
+from transformers import AttentionInterface, DynamicCache, GenerationConfig, Phi3Config, Phi3ForCausalLM
 from transformers.models.doge import DogeConfig, DogeForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -28,6 +28,7 @@ from tests.support.batches import read, row
 from tests.support.bounds import hold, of_logits
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
+from tests.support.shapes import shaped
 
 IDS = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
 GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -270,6 +271,20 @@ def test_what_a_pass_cannot_give_is_refused(tiny_llama):
     assert cache.seen_tokens == 0 and logits(model, IDS, cache).shape == (1, 24, 128)
 
 
+@torch.no_grad()
+def test_router_logits_of_a_prompt_that_is_read_in_parts_are_refused():
+    """A loss would be computed from those of the last part."""
+    model, ids = shaped("mixtral"), row(24)[None]
+    want = model(ids, output_router_logits=True).router_logits
+    got = model(ids, output_router_logits=True, past_key_values=ag.EvictionCache(model, "full")).router_logits
+    assert [x.shape for x in got] == [x.shape for x in want]
+    cache = ag.EvictionCache(model, "h2o", 8, "blocks:8")
+    with refuses(UserError, "output_router_logits=False", "blocks"):
+        model(ids, output_router_logits=True, past_key_values=cache)
+    cache.reset()
+    assert model(ids, past_key_values=cache).logits.shape[1] == 24
+
+
 def test_weights_in_another_type_are_refused_in_words(tiny_llama):
     model = tiny_llama()
     cache = ag.EvictionCache(model, "h2o", 10)
@@ -439,6 +454,15 @@ def test_generate_takes_a_cache_under_either_name(tiny_llama, name, how):
     assert cache.seen_tokens == 29
     beams = {"num_beams": 2} if "num_beams" in how else {}
     assert torch.equal(text, model.generate(IDS, **beams, **GREEDY))
+
+
+def test_generate_takes_its_settings_without_a_name(tiny_llama):
+    """Its second argument says which token is padding."""
+    model, pad = tiny_llama(), 127
+    ids = torch.cat([torch.full((1, 3), pad), IDS[IDS.ne(pad)][None]], 1)
+    settings = GenerationConfig(pad_token_id=pad, eos_token_id=2, **GREEDY)
+    cache = ag.EvictionCache(model, "full")
+    assert torch.equal(model.generate(ids, settings, past_key_values=cache), model.generate(ids, settings))
 
 
 def test_what_this_library_calls_is_not_deprecated(tiny_llama):
