@@ -132,13 +132,16 @@ def kernels(config: DoctorConfig) -> Finding:
     """Compile the CPU kernels, or look for them."""
     if forced := os.environ.get("AG_KERNELS"):
         return Finding("kernels", f"AG_KERNELS={forced} chooses the versions", "unset AG_KERNELS for the fastest ones")
+    from ag.kernels import native
+
+    found = {name: import_module(f"ag.kernels.{name}.cpu").KERNEL for name in COMPILED}
     if not config.compile:
-        built = [name for name in COMPILED if any((home() / "kernels").glob(f"{name}-*.so"))]
-        missing = [name for name in COMPILED if name not in built]
+        place = native.find_compiler(), home() / "kernels"
+        missing = [name for name, kernel in found.items() if not native.target(kernel.source, *place).is_file()]
         fix = f"{', '.join(missing)} will be compiled at first use, in some seconds: leave compile=false out"
-        return Finding("kernels", f"{len(built)} of {len(COMPILED)} in {home() / 'kernels'}", fix if missing else None)
-    modules = [import_module(f"ag.kernels.{name}.cpu") for name in COMPILED]
-    if reasons := [reason for module in modules if (reason := module.KERNEL.unavailable("cpu"))]:
+        text = f"{len(COMPILED) - len(missing)} of {len(COMPILED)} in {home() / 'kernels'}"
+        return Finding("kernels", text, fix if missing else None)
+    if reasons := [reason for kernel in found.values() if (reason := kernel.unavailable("cpu"))]:
         return Finding(
             "kernels",
             f"CPU kernels run in PyTorch, which is slower: {reasons[0]}",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,15 +19,18 @@ VARIABLE = "AG_KERNELS"
 VERSIONS = {"triton": "triton", "cpp": "cpu", "chunked": "chunked", "reference": "reference"}
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels run on any device; set before Triton is imported
+#: An operation's versions, fastest first, with the reason why each cannot run here, or a function that finds it out.
+#: None: it can run.
+Versions = Mapping[str, str | None | Callable[[], str | None]]
 log = logging.getLogger(__name__)
 
 
-def pick(operation: str, versions: dict[str, str | None], forced: str | None) -> str:
+def pick(operation: str, versions: Versions, forced: str | None) -> str:
     """Return the name of the version to run, and log the choice once.
 
     Args:
         operation: name of the operation.
-        versions: the operation's versions, fastest first, with the reason why each cannot run here. None: it can run.
+        versions: the operation's versions. Those after the one that runs are not asked whether they can.
         forced: value of the environment variable ``AG_KERNELS``. Empty or None: the fastest version runs.
 
     Returns:
@@ -39,19 +41,25 @@ def pick(operation: str, versions: dict[str, str | None], forced: str | None) ->
     """
     if forced and forced not in VERSIONS:
         raise UserError(f"{VARIABLE}={forced}: expected {', '.join(VERSIONS)}, or nothing for the fastest.")
-    if forced in versions:
-        reason = versions[forced]
+    if forced and forced in versions:
+        reason = _reason(versions[forced])
         if reason is not None:
             raise UserError(f"{VARIABLE}={forced}: {operation} cannot run so: {reason}. Unset {VARIABLE}.")
-        chosen = forced
+        chosen, why = forced, f"{VARIABLE} asks for it"
     else:
-        chosen = next(name for name, reason in versions.items() if reason is None)
+        faster = []
+        for chosen, given in versions.items():
+            reason = _reason(given)
+            if reason is None:
+                break
+            faster.append(f"{chosen}: {reason}")
+        why = "; ".join(faster)
     if not torch.compiler.is_compiling():
-        _log_choice(operation, chosen, chosen == forced, tuple(versions.items()))
+        _log_choice(operation, chosen, why)
     return chosen
 
 
-def function(operation: str, versions: dict[str, str | None], forced: str | None) -> Callable[..., Any]:
+def function(operation: str, versions: Versions, forced: str | None) -> Callable[..., Any]:
     """Import the module of the version that :func:`pick` chooses, and return its function.
 
     Operations cache the function, because a decoding step has little time for each layer.
@@ -81,8 +89,10 @@ def no_triton(device: str, dtype: torch.dtype, size: int, largest: int = 256) ->
     return f"the head size {size} is above {largest}" if size > largest else None
 
 
+def _reason(given: str | None | Callable[[], str | None]) -> str | None:
+    return given() if callable(given) else given
+
+
 @functools.cache
-def _log_choice(operation: str, chosen: str, forced: bool, versions: tuple[tuple[str, str | None], ...]) -> None:
-    better = itertools.takewhile(lambda version: version[0] != chosen, versions)
-    choice = f"{VARIABLE} asks for it" if forced else "; ".join(f"{name}: {reason}" for name, reason in better)
-    log.info("%s: %s%s", operation, chosen, f" ({choice})" if choice else "")
+def _log_choice(operation: str, chosen: str, why: str) -> None:
+    log.info("%s: %s%s", operation, chosen, f" ({why})" if why else "")

@@ -68,7 +68,7 @@ class Kernel:
 @functools.cache
 def _function(kernel: Kernel) -> ctypes._NamedFuncPointer | str:
     """Return the compiled function, or the reason why it cannot be compiled."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or ""
+    compiler = find_compiler()
     if compiler in failures:
         return failures[compiler]
     if not compiler:
@@ -98,16 +98,16 @@ def _failed(compiler: str, reason: str, fix: str) -> str:
     return reason
 
 
-def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
-    """Load the function of a source. The source is compiled into ``folder``, unless the library is there already.
+def find_compiler() -> str:
+    """Return the C++ compiler in ``CXX``, or else the first one here. Empty: there is none."""
+    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or ""
 
-    The library's name contains a hash of the source, the headers, the flags, the compiler and the processor.
 
-    Raises:
-        OSError: the folder cannot be written, or the library cannot be loaded.
-        subprocess.SubprocessError: the compiler failed, or took too long.
+def target(source: Path, compiler: str, folder: Path) -> Path:
+    """Return the path of a source's library, which may not be there yet.
+
+    Its name contains a hash of the source, the headers, the flags, the compiler and the processor.
     """
-    name = source.parent.name
     identity = (
         source.read_text(),
         *(x.read_text() for x in sorted(HEADER.parent.glob("*.h"))),
@@ -115,19 +115,29 @@ def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
         compiler,
         _processor(),
     )
-    target = folder / f"{name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.so"
-    if not target.is_file():
+    return folder / f"{source.parent.name}-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.so"
+
+
+def load(source: Path, compiler: str, folder: Path) -> ctypes._NamedFuncPointer:
+    """Load the function of a source. The source is compiled into ``folder``, unless the library is there already.
+
+    Raises:
+        OSError: the folder cannot be written, or the library cannot be loaded.
+        subprocess.SubprocessError: the compiler failed, or took too long.
+    """
+    name, library = source.parent.name, target(source, compiler, folder)
+    if not library.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.with_suffix(".lock")):
-            if not target.is_file():
+        with FileLock(library.with_suffix(".lock")):
+            if not library.is_file():
                 # a warning is shown even if logging is not set up: the user must see why the command waits
-                log.warning("Compiling the CPU kernel %s, once for this machine (some seconds): %s", name, target)
+                log.warning("Compiling the CPU kernel %s, once for this machine (some seconds): %s", name, library)
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                    built = Path(scratch) / target.name
+                    built = Path(scratch) / library.name
                     command = [compiler, *FLAGS, f"-I{HEADER.parent}", str(source), "-o", str(built)]
                     subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
-                    built.replace(target)
-    compiled: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(str(target)), name)
+                    built.replace(library)
+    compiled: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(str(library)), name)
     return compiled
 
 

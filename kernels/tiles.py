@@ -52,7 +52,7 @@ def tuned(key: list[str], shapes: list[triton.Config], largest_side: int, **smal
         wide = named["q"].element_size() == 4 or named.get("CODED", False)  # three products, or dequantised
         most_rows, block = largest_side // (dim * 2), named.get("BLOCK", 1)  # KEYS are whole numbers of blocks
         if wide:
-            most_rows = min(most_rows // 4, WIDE)
+            most_rows = min(most_rows // 4, WIDE)  # float32: twice the bytes, and two TF32 parts of each number
         sizes = ((x, x.kwargs.get("KEYS", x.kwargs["ROWS"])) for x in configs)
         return [x for x, size in sizes if size <= most_rows and size % block == 0][:TIMED] or configs[-1:]
 

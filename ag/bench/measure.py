@@ -28,10 +28,11 @@ def seconds_of(device: torch.device, step: Callable[[], object], times: int = 1)
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
         torch.cuda.synchronize(device)
+        stream = torch.cuda.current_stream(device)
         for event in events[:-1]:
-            event.record()
+            event.record(stream)
             step()
-        events[-1].record()
+        events[-1].record(stream)
         torch.cuda.synchronize(device)
         return [a.elapsed_time(b) / 1000 for a, b in zip(events[:-1], events[1:], strict=True)]
     marks = [time.perf_counter()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable
 
@@ -18,13 +19,19 @@ Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 log = logging.getLogger(__name__)
 
 
-def cuda_graph(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """Record a function as a CUDA graph, and run that once."""
+def cuda_graph(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, Callable[[], None]]:
+    """Record a function as a CUDA graph of a device, and run that once."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=_recording_stream(device)):
         out = run()
     graph.replay()
     return out, graph.replay
+
+
+@functools.cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream in which all graphs of a device are recorded; torch's own is of the device that came first."""
+    return torch.cuda.Stream(device)
 
 
 class StepRunner:
@@ -47,7 +54,9 @@ class StepRunner:
     def __init__(self, model: nn.Module, cache: EvictionCache, record: Record | None = None) -> None:
         self.model, self.cache = model, cache
         on_card = all(x.device.type == "cuda" for x in model.parameters())
-        self._record = cuda_graph if record is None and on_card else record
+        if record is None and on_card:
+            record = functools.partial(cuda_graph, device=next(model.parameters()).device)
+        self._record = record
         self._tokens = torch.empty(0)  # [B, 1], the tokens of a step that is recorded
         self._memory: tuple[object, ...] = ()  # that recorded steps work on
         self._version = -1  # of the pool's memory

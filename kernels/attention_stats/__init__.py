@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ag.kernels.attention_stats import cpu
 from ag.kernels.attention_stats.reference import Kind as Kind
-from ag.kernels.dispatch import VARIABLE, function, no_triton
+from ag.kernels.dispatch import VARIABLE, Versions, function, no_triton
 from ag.kernels.softmax import PLAIN, Softmax
 
 
@@ -58,9 +58,9 @@ def _version(
     device: str, queries: torch.dtype, keys: torch.dtype, size: int, forced: str | None
 ) -> Callable[..., Tensor]:
     wide = f"{torch.float64} is more than float32" if torch.float64 in (queries, keys) else None
-    versions = {
+    versions: Versions = {
         "triton": no_triton(device, queries, size) if queries == keys else "queries and keys differ in type",
-        "cpp": wide or cpu.KERNEL.unavailable(device),
+        "cpp": lambda: wide or cpu.KERNEL.unavailable(device),
         "reference": None,
     }
     return function("attention_stats", versions, forced)

@@ -23,8 +23,8 @@ constexpr int32_t NEWEST = std::numeric_limits<int32_t>::max();
 enum Kind { SUM, MAX, SQUARES };
 
 struct Call {
-  int64_t heads, kv_heads, count, length, dim, window, skip;  // count: queries of a head; window 0 means none
-  const float *cap, *sinks;                                         // [1]; [heads]; null: none
+  int64_t heads, kv_heads, queries, length, dim, window, skip;  // of a head: queries, keys; window 0 means none
+  const float *cap, *sinks;                                     // [1]; [heads]; null: none
 };
 
 // Token indices of the tokens of a tile: the smallest, the largest, and whether some slot has no token.
@@ -54,17 +54,17 @@ struct Block {
   bool all_see(const Span& span) const { return !span.holes && span.high <= all_to && span.low > all_from; }
 };
 
-// Replace the logits of a tile [count][QUERIES] by exponentials relative to the largest logit so far, and add them up.
-void gather(Block& block, float* s, int64_t count) {
+// Replace the logits of a tile [keys][QUERIES] by exponentials relative to the largest logit so far, and add them up.
+void gather(Block& block, float* s, int64_t keys) {
   for (int64_t lane = 0; lane < block.lanes; lane += LANES) {
     const Lanes before = load(block.most + lane);
     Lanes most = before, sum = {};
-    for (int64_t t = 0; t < count; ++t) {
+    for (int64_t t = 0; t < keys; ++t) {
       const Lanes x = load(s + t * QUERIES + lane);
       most = x > most ? x : most;
     }
     store(block.most + lane, most);
-    for (int64_t t = 0; t < count; ++t) {
+    for (int64_t t = 0; t < keys; ++t) {
       float* e = s + t * QUERIES + lane;
 #pragma omp simd
       for (int i = 0; i < LANES; ++i) e[i] = exp_negative(e[i] - block.most[lane + i]);
@@ -73,6 +73,12 @@ void gather(Block& block, float* s, int64_t count) {
     for (int i = 0; i < LANES; ++i)
       block.sum[lane + i] = block.sum[lane + i] * exp_negative(before[i] - most[i]) + sum[i];
   }
+}
+
+// The larger number; NaN if one is NaN, in any order: a comparison with NaN is false.
+template <typename T>
+inline T larger(T a, T b) {
+  return (a > b) | (a != a) ? a : b;
 }
 
 // The statistic of one key over a block, whose weights are the exponentials e times `shares`.
@@ -87,12 +93,12 @@ float key_statistic(const Block& block, const float* e, const float* shares, int
       for (int i = 0; i < LANES; ++i) counted[i] = token_index <= block.last[lane + i] ? a[i] : 0.0f;
       a = load(counted);
     }
-    if constexpr (KIND == MAX) found = a > found ? a : found;
+    if constexpr (KIND == MAX) found = larger(a, found);
     else found += KIND == SUM ? a : a * a;
   }
   if constexpr (KIND != MAX) return total(found);
   float most = 0;
-  for (int i = 0; i < LANES; ++i) most = found[i] > most ? found[i] : most;
+  for (int i = 0; i < LANES; ++i) most = larger<float>(found[i], most);
   return most;
 }
 
@@ -121,18 +127,18 @@ void take(const Call& call, const float* q, const float* k, const int32_t* at, c
   const int64_t tiles = static_cast<int64_t>(spans.size());
   for (int64_t n = 0; n < tiles; ++n) {
     if (!block.meets(spans[n])) continue;
-    const int64_t start = n * TILE, count = std::min(TILE, call.length - start);
+    const int64_t start = n * TILE, keys = std::min(TILE, call.length - start);
     float* s = room.e.data() + start * QUERIES;
-    dots(block.lanes, room.q.data(), k + start * call.dim, count, call.dim, s);
-    for (int64_t t = 0; t < count && call.cap; ++t) bend(s + t * QUERIES, block.lanes, *call.cap);
-    for (int64_t t = 0; t < count && !block.all_see(spans[n]); ++t) {
+    dots(block.lanes, room.q.data(), k + start * call.dim, keys, call.dim, s);
+    for (int64_t t = 0; t < keys && call.cap; ++t) bend(s + t * QUERIES, block.lanes, *call.cap);
+    for (int64_t t = 0; t < keys && !block.all_see(spans[n]); ++t) {
       const int32_t token_index = token_indices[start + t];
       float* of_key = s + t * QUERIES;
 #pragma omp simd
       for (int64_t i = 0; i < block.lanes; ++i)
         of_key[i] = (token_index <= block.at[i]) & (token_index > block.low[i]) ? of_key[i] : NONE;
     }
-    gather(block, s, count);
+    gather(block, s, keys);
     std::copy_n(block.most, block.lanes, room.most.data() + n * QUERIES);
   }
   float scale[QUERIES] = {};  // from exponentials, relative to the largest logit of all, to weights
@@ -147,7 +153,7 @@ void take(const Call& call, const float* q, const float* k, const int32_t* at, c
     for (int64_t t = n * TILE; t < std::min(n * TILE + TILE, call.length); ++t) {
       if (token_indices[t] < 0) continue;
       const float found = key_statistic<KIND>(block, room.e.data() + t * QUERIES, shares, token_indices[t], all_count);
-      if constexpr (KIND == MAX) out[t] = std::max(out[t], found);
+      if constexpr (KIND == MAX) out[t] = larger(found, out[t]);
       else out[t] += found;
     }
   }
@@ -170,8 +176,8 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
   std::vector<float> parts(PARTS * rows);
   for (int64_t b = 0; b < batch; ++b) {
     std::vector<int64_t> taken;
-    for (int64_t j = 0; j < call.count; ++j)
-      if (at[b * call.count + j] >= 0) taken.push_back(j);
+    for (int64_t j = 0; j < call.queries; ++j)
+      if (at[b * call.queries + j] >= 0) taken.push_back(j);
     std::vector<std::vector<Span>> spans;
     for (int64_t h = 0; h < index_heads; ++h)
       spans.push_back(spans_of(token_indices + (b * index_heads + h) * call.length, call.length));
@@ -187,10 +193,10 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
         const int64_t h = item / used, part = item % used, kv = h / (call.heads / call.kv_heads);
         const int64_t of_indices = index_heads == 1 ? 0 : kv;
         for (int64_t n = part * some; n < std::min(part * some + some, blocks); ++n)
-          take<KIND>(call, q + (b * call.heads + h) * call.count * call.dim,
-                     k + (b * call.kv_heads + kv) * call.length * call.dim, at + b * call.count,
+          take<KIND>(call, q + (b * call.heads + h) * call.queries * call.dim,
+                     k + (b * call.kv_heads + kv) * call.length * call.dim, at + b * call.queries,
                      token_indices + (b * index_heads + of_indices) * call.length, spans[of_indices],
-                     factors ? factors + b * call.count : nullptr, call.sinks ? call.sinks + h : nullptr,
+                     factors ? factors + b * call.queries : nullptr, call.sinks ? call.sinks + h : nullptr,
                      taken.data() + n * QUERIES, std::min(QUERIES, many - n * QUERIES), room,
                      parts.data() + part * rows + h * call.length);
       }
@@ -200,21 +206,22 @@ void stats(const Call& call, const float* q, const float* k, const int32_t* at, 
     for (int64_t part = 0; part < used; ++part)
       for (int64_t i = 0; i < rows; ++i) {
         const float found = parts[part * rows + i];
-        of_sequence[i] = KIND == MAX ? std::max(of_sequence[i], found) : of_sequence[i] + found;
+        of_sequence[i] = KIND == MAX ? larger(found, of_sequence[i]) : of_sequence[i] + found;
       }
   }
 }
 
 }  // namespace
 
-// q [batch, heads, count, dim] float32, already scaled; k [batch, kv_heads, length, dim] float32; at [batch, count] and
-// token_indices [batch, index_heads, length], below 0: none; factors [batch, count] float32, or null; window 0 for none;
-// cap [1] and sinks [heads], or null; out [batch, heads, length] float32. All are contiguous.
-extern "C" void attention_stats(int64_t kind, const float* q, const float* k, const int32_t* at, const int32_t* token_indices,
-                                int64_t index_heads, const float* factors, int64_t batch, int64_t heads,
-                                int64_t kv_heads, int64_t count, int64_t length, int64_t dim, int64_t window,
-                                int64_t skip, int64_t threads, const float* cap, const float* sinks, float* out) {
-  const Call call = {heads, kv_heads, count, length, dim, window, skip, cap, sinks};
+// q [batch, heads, queries, dim] float32, already scaled; k [batch, kv_heads, length, dim] float32; at [batch, queries]
+// and token_indices [batch, index_heads, length], below 0: none; factors [batch, queries] float32, or null; window 0:
+// none; cap [1] and sinks [heads], or null; out [batch, heads, length] float32. All are contiguous.
+extern "C" void attention_stats(int64_t kind, const float* q, const float* k, const int32_t* at,
+                                const int32_t* token_indices, int64_t index_heads, const float* factors, int64_t batch,
+                                int64_t heads, int64_t kv_heads, int64_t queries, int64_t length, int64_t dim,
+                                int64_t window, int64_t skip, int64_t threads, const float* cap, const float* sinks,
+                                float* out) {
+  const Call call = {heads, kv_heads, queries, length, dim, window, skip, cap, sinks};
   const auto run = kind == SUM ? stats<SUM> : kind == MAX ? stats<MAX> : stats<SQUARES>;
   run(call, q, k, at, token_indices, index_heads, factors, batch, threads, out);
 }

@@ -88,6 +88,12 @@ def _row_sums(q, k, lse, query_indices, key_indices, lows, highs, sinks, q_strid
     tl.store(lse + tl.cast(pair, tl.int64) * M + rows, sums, mask=rows < M)
 
 
+@triton.jit
+def _larger(a, b):
+    """Return the larger number, or NaN if one is NaN, which ``tl.max`` leaves out."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
 @triton.jit(do_not_specialize=["M", "N", "size", "spans", "skip"])
 def _columns(q, k, lse, out, query_indices, key_indices, lows, highs, q_strides, k_strides, scale, cap, window, skip, M,
              N, size, spans, H, G, HR, D: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
@@ -118,7 +124,7 @@ def _columns(q, k, lse, out, query_indices, key_indices, lows, highs, q_strides,
         s = tl.dot(keys, tl.trans(tile), input_precision=FLOAT32) * scale
         exponent = cap_logits(s, cap) - sums[None, :]
         if KIND == MAX:
-            paid = tl.maximum(paid, tl.max(tl.where(counted, exponent, float("-inf")), 1))
+            paid = _larger(paid, tl.reduce(tl.where(counted, exponent, float("-inf")), 1, _larger))
         else:
             if KIND != SUM:
                 exponent *= 2.0
@@ -128,8 +134,8 @@ def _columns(q, k, lse, out, query_indices, key_indices, lows, highs, q_strides,
     tl.store(out + tl.cast(pair, tl.int64) * N + columns, paid, mask=columns < N)
 
 
-ROW_SUMS = tuned(["D", "size"], ROWS, 2**15, ROWS=16)(_row_sums)
-COLUMNS = tuned(["D", "size", "KIND"], ROWS, 2**15, ROWS=16)(_columns)
+ROW_SUMS = tuned(["D", "size", "window"], ROWS, 2**15, ROWS=16)(_row_sums)
+COLUMNS = tuned(["D", "size", "window", "KIND"], ROWS, 2**15, ROWS=16)(_columns)
 
 
 def _spans(token_indices: Tensor, span: int) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ def gated_attention(
         window: sliding window of the model: pairs with ``j - t >= window`` are invisible, sinks too. None: no window.
         dense_until: ``[B]`` long; queries with a smaller index ignore ``keep``. None: flags act on every query.
         first: ``[B, T]`` long; the first column that each query may see: in a packed row, the start of its document.
-            It never decreases along a row. None: a row is one document.
+            It never decreases along a row. For padding it may be a later column. None: a row is one document.
         softmax: cap of the logits, which Triton's version does not support, and sink logits.
 
     Returns:

@@ -81,7 +81,8 @@ class _Problem:
                 begin, by_pair = oldest, uneven
                 if borders is not None:
                     documents = borders[part.start // self.kv_heads : (part.stop - 1) // self.kv_heads + 1]
-                    begin = max(oldest, min(row[start] for row in documents))
+                    # queries of padding may see later columns alone: their tile keeps one column, which is hidden
+                    begin = min(max(oldest, min(row[start] for row in documents)), stop - 1)
                     by_pair = uneven or max(row[stop - 1] for row in documents) > begin
                 masked_start = 0 if by_pair else max(0, start - recent + 1 - begin)
                 yield _Tile(part, slice(start, stop), slice(begin, stop), masked_start, opened)

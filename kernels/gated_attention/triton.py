@@ -240,6 +240,7 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
         attended = tl.where(
             tl.load(kept_before + past) > tl.load(kept_before + n * blocks), stop, tl.minimum(stop, protected)
         )
+    # whole tiles: the second loop begins where the first ends
     attended = first + tl.cdiv(attended - first, ROWS) * ROWS
     keys = load_rows(head_pointer(k, k_strides, b, head), k_strides[2], start, T, KEYS, D, DP)
     values = load_rows(head_pointer(v, v_strides, b, head), v_strides[2], start, T, KEYS, E, EP)
@@ -272,7 +273,7 @@ def _backward_keys(q, k, v, d_out, lse, delta, dk, dv, d_keep, q_strides, k_stri
         tl.store(d_keep + row * T + columns, flag_grad, mask=columns < T)
 
 
-KEY = ["D", "E", "size"]
+KEY = ["D", "E", "size", "window"]
 FORWARD, QUERIES = (tuned(KEY, ROWS, 2**15, ROWS=16)(kernel) for kernel in (_forward, _backward_queries))
 OF_KEYS = [shape(8, 2, ROWS=16, KEYS=128), shape(8, 2, ROWS=32, KEYS=64), shape(8, 1, ROWS=16, KEYS=64)]
 OF_KEYS += [shape(8, 2, ROWS=32, KEYS=32), shape(8, 3, ROWS=16, KEYS=32), shape(4, 2, ROWS=16, KEYS=32)]

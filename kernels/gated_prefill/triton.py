@@ -83,7 +83,7 @@ def _prefill(q, k, v, out, q_strides, k_strides, v_strides, out_strides, gate, p
     store_rows(head_pointer(out, out_strides, b, h), out_strides[2], start, T, mixed, ROWS, E, EP)
 
 
-PREFILL = tuned(["D", "E", "size"], ROWS, 2**15, ROWS=16)(_prefill)
+PREFILL = tuned(["D", "E", "size", "window"], ROWS, 2**15, ROWS=16)(_prefill)
 
 
 @torch.compiler.disable

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, function, no_triton
+from ag.kernels.dispatch import VARIABLE, Versions, function, no_triton
 from ag.kernels.kv_append import cpu
 from ag.kernels.native import TYPES
 from ag.kernels.pages import WIDEST, Facts, Pages
@@ -40,9 +40,9 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: T
 def _version(facts: Facts, forced: str | None) -> Callable[..., None]:
     wide = facts.coded and facts.dtypes[0] not in TYPES
     reason = f"codes are not made of {facts.dtypes[0]}" if wide else facts.gaps
-    versions = {
+    versions: Versions = {
         "triton": no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST),
-        "cpp": reason or cpu.KERNEL.unavailable(facts.device),
+        "cpp": lambda: reason or cpu.KERNEL.unavailable(facts.device),
         "reference": None,
     }
     return function("kv_append", versions, forced)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, function, no_triton
+from ag.kernels.dispatch import VARIABLE, Versions, function, no_triton
 from ag.kernels.kv_compact import cpu
 from ag.kernels.pages import WIDEST, Facts, Pages
 
@@ -27,8 +27,8 @@ def kv_compact(
         score: ``[B, Hkv or 1, S]`` float32 by slot, S at least the longest row; see
             :func:`ag.retention.eviction_score`.
         keep_count: ``[R]`` int32, tokens to keep; a shorter row does not change.
-        records: ``[R, C, S]`` float32 each: values by slot that move with their tokens. They are 0 on free slots,
-            before and after.
+        records: ``[R, C, S]`` float32 each, contiguous: values by slot that move with their tokens. They are 0 on free
+            slots, before and after.
         nonfinite: R elements int32, set to 1 for a row that is evicted from and has a score of NaN. None: not recorded.
 
     Raises:
@@ -41,9 +41,9 @@ def kv_compact(
 
 @functools.cache
 def _version(facts: Facts, gaps: str | None, forced: str | None) -> Callable[..., None]:
-    versions = {
+    versions: Versions = {
         "triton": no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST),
-        "cpp": facts.gaps or gaps or cpu.KERNEL.unavailable(facts.device),
+        "cpp": lambda: facts.gaps or gaps or cpu.KERNEL.unavailable(facts.device),
         "reference": None,
     }
     return function("kv_compact", versions, forced)

@@ -57,7 +57,8 @@ def _plan_moves(token_indices, table, lengths, old_lengths, moves, source, targe
         tl.store(nonfinite + row, 1)
     num_evicted = tl.maximum(tl.minimum(surplus, num_evictable), 0)
     kept, limit = count - num_evicted, tl.cast(count, tl.int64) * 0 - LAST
-    # the key of the last evicted token: all are evicted, or the smallest key is taken repeatedly, or a search by bits
+    # limit: the largest key that goes. All evictable: LAST - 1. Few: the smallest key above the last limit, num_evicted
+    # times. Else bit by bit: the largest number with fewer than num_evicted keys below it.
     rounds = tl.where(num_evicted <= FEW_EVICTED, num_evicted, HIGHEST_BIT + 1)
     rounds = tl.where(num_evicted == num_evictable, 0, rounds)
     for turn in range(0, rounds):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, function
+from ag.kernels.dispatch import VARIABLE, Versions, function
 from ag.kernels.linear import cpu
 
 #: With more tokens PyTorch is about as fast.
@@ -47,5 +47,5 @@ def version(
     reason = None if contiguous else "the weight is not contiguous"
     if dtype not in (torch.float32, torch.bfloat16) or states != dtype:
         reason = f"states of {states} and a weight of {dtype} are not both float32 or bfloat16"
-    versions = {"cpp": reason or cpu.KERNEL.unavailable(device), "reference": None}
+    versions: Versions = {"cpp": lambda: reason or cpu.KERNEL.unavailable(device), "reference": None}
     return function("linear", versions, forced)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, function, no_triton
+from ag.kernels.dispatch import VARIABLE, Versions, function, no_triton
 from ag.kernels.native import TYPES
 from ag.kernels.paged_attention import cpu
 from ag.kernels.pages import Facts, Pages
@@ -67,9 +67,9 @@ def _version(facts: Facts, dtype: torch.dtype, forced: str | None) -> Callable[.
     wide = None
     if keys not in TYPES or values != keys:
         wide = f"keys of {keys} and values of {values} are not both float32, bfloat16 or float16"
-    versions = {
+    versions: Versions = {
         "triton": mixed or no_triton(facts.device, dtype, max(facts.channels)),
-        "cpp": wide or facts.gaps or cpu.KERNEL.unavailable(facts.device),
+        "cpp": lambda: wide or facts.gaps or cpu.KERNEL.unavailable(facts.device),
         "reference": None,
     }
     return function("paged_attention", versions, forced)

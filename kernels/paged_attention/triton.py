@@ -50,16 +50,15 @@ def _chunk(lengths, rows, blocks, chunks, min_tokens):
     return (tl.maximum(tl.cdiv(total * blocks, chunks * min_tokens), 1) * min_tokens).to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=["stride", "rows", "chunks", "min_tokens", "blocks", "size", "window", "recent", "T", "GT", "N"]
-)
+@triton.jit(do_not_specialize=["stride", "rows", "chunks", "min_tokens", "blocks", "size", "window", "recent", "T",
+                               "GT", "weights_width"])  # fmt: skip
 def _attend(q, keys, values, gate, table, lengths, query_indices, partial, lse, weights, scale, stride, rows, chunks,
-            min_tokens, blocks, size, window, recent, T, GT, N, heads, QUERIES: tl.constexpr, D: tl.constexpr,
-            DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr, CODED: tl.constexpr, key_indices,
-            cap, ROWS: tl.constexpr):  # fmt: skip
+            min_tokens, blocks, size, window, recent, T, GT, weights_width, heads, QUERIES: tl.constexpr,
+            D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, PAGE: tl.constexpr,
+            CODED: tl.constexpr, key_indices, cap, ROWS: tl.constexpr):  # fmt: skip
     """Attend from a block of the GT queries of a row to one of its chunks; programs past the last chunk write nothing.
 
-    Logits are stored in ``weights`` ``[R, GT, N]``, unless it is None; :func:`_combine` normalises them.
+    Logits are stored in ``weights`` ``[R, GT, weights_width]``, unless it is None; :func:`_combine` normalises them.
     """
     item, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     chunk = _chunk(lengths, rows, blocks, chunks, min_tokens)
@@ -105,7 +104,7 @@ def _attend(q, keys, values, gate, table, lengths, query_indices, partial, lse, 
         s = tl.where(visible, s, float("-inf"))
         if weights is not None:
             mask = (number < GT)[:, None] & valid[None, :]
-            tl.store(weights + (row * GT + number)[:, None] * N + slots[None, :], s, mask=mask)
+            tl.store(weights + (row * GT + number)[:, None] * weights_width + slots[None, :], s, mask=mask)
         v = load_tokens(values, pool_index, valid, q.dtype.element_ty, E, EP, CODED)
         total, largest, mixed = softmax_update(s, v, total, largest, mixed)
     empty = total == 0.0
@@ -117,15 +116,15 @@ def _attend(q, keys, values, gate, table, lengths, query_indices, partial, lse, 
     tl.store(lse + left, sums, mask=number < GT)
 
 
-@triton.jit(do_not_specialize=["rows", "chunks", "min_tokens", "blocks", "N", "weight_tiles", "T", "H"])
-def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, min_tokens, blocks, N, weight_tiles, G, T, H,
-             E: tl.constexpr, EP: tl.constexpr, CHUNK_TILE: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "chunks", "min_tokens", "blocks", "weights_width", "weight_tiles", "T", "H"])
+def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, min_tokens, blocks, weights_width, weight_tiles,
+             GT, T, H, E: tl.constexpr, EP: tl.constexpr, CHUNK_TILE: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """Combine the chunks of one of the T queries of one of the H heads; a row without tokens gives 0.
 
     Each program of a query normalises SLOTS of its ``weights``; the first program writes the output.
     """
     query, weight_tile = tl.cast(tl.program_id(0) // weight_tiles, tl.int64), tl.program_id(0) % weight_tiles
-    row, head = query // G, query % G
+    row, query_of_row = query // GT, query % GT
     dims, width = tl.arange(0, EP), tl.where(weight_tile == 0, E, 0)
     count, chunk = tl.load(lengths + row), _chunk(lengths, rows, blocks, chunks, min_tokens)
     first = tl.cast(0, tl.int64)
@@ -138,13 +137,13 @@ def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, min_token
         total, largest = 1.0, tl.load(sinks + query // T % H)
     for n in range(first, stop, CHUNK_TILE):
         items = n + tl.arange(0, CHUNK_TILE)
-        sums = tl.load(lse + items * G + head, mask=items < stop, other=float("-inf"))
+        sums = tl.load(lse + items * GT + query_of_row, mask=items < stop, other=float("-inf"))
         larger = tl.maximum(largest, tl.max(sums, 0))
         finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query may see nothing of a chunk
         weight = tl.exp2(sums - finite)
         shrink = tl.exp2(largest - finite)
         mask = (items < stop)[:, None] & (dims < width)[None, :]
-        tile = tl.load(partial + (items * G + head)[:, None] * E + dims[None, :], mask=mask, other=0.0)
+        tile = tl.load(partial + (items * GT + query_of_row)[:, None] * E + dims[None, :], mask=mask, other=0.0)
         mixed = mixed * shrink + tl.sum(tile * weight[:, None], 0)
         total, largest = total * shrink + tl.sum(weight, 0), larger
     empty = total == 0.0
@@ -152,14 +151,14 @@ def _combine(partial, lse, lengths, out, weights, sinks, rows, chunks, min_token
     tl.store(out + query * E + dims, (mixed / total).to(out.dtype.element_ty), mask=dims < width)
     if weights is not None:
         slots = weight_tile * SLOTS + tl.arange(0, SLOTS)
-        weights += query * N
+        weights += query * weights_width
         logits = tl.load(weights + slots, mask=slots < count, other=float("-inf"))
-        tl.store(weights + slots, tl.exp2(logits - largest) / total, mask=slots < N)
+        tl.store(weights + slots, tl.exp2(logits - largest) / total, mask=slots < weights_width)
 
 
 TOKENS = [shape(8, 2, ROWS=64), shape(4, 2, ROWS=64), shape(4, 2, ROWS=32), shape(8, 1, ROWS=32)]
 TOKENS += [shape(8, 3, ROWS=16), shape(8, 1, ROWS=16)]
-ATTEND = tuned(["QUERIES", "D", "E", "CODED", "size"], TOKENS, 2**14, ROWS=16)(_attend)
+ATTEND = tuned(["QUERIES", "D", "E", "CODED", "size", "window"], TOKENS, 2**14, ROWS=16)(_attend)
 
 
 @torch.compiler.disable

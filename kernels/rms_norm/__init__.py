@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ag.kernels.dispatch import VARIABLE, function
+from ag.kernels.dispatch import VARIABLE, Versions, function
 from ag.kernels.rms_norm import cpu
 
 
@@ -42,5 +42,5 @@ def version(device: str, states: torch.dtype, weight: torch.dtype, forced: str |
     reason = None
     if not states == weight == torch.bfloat16:
         reason = f"states of {states} and a weight of {weight} are not both bfloat16"
-    versions = {"cpp": reason or cpu.KERNEL.unavailable(device), "reference": None}
+    versions: Versions = {"cpp": lambda: reason or cpu.KERNEL.unavailable(device), "reference": None}
     return function("rms_norm", versions, forced)

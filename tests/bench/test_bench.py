@@ -4,6 +4,7 @@ import ctypes
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -55,6 +56,17 @@ def test_a_run_writes_its_files(tmp_path, capsys):
         assert row["quartile 1"] <= row["ms/token"] <= row["quartile 3"]
     table = (tmp_path / "decode.md").read_text()
     assert table in capsys.readouterr().out and table.count("\n| ") == 1 + len(found)
+
+
+def test_a_card_is_timed_in_its_own_stream(monkeypatch):
+    """Whichever device is the current one."""
+    streams = []
+    event = SimpleNamespace(record=lambda stream=None: streams.append(stream), elapsed_time=lambda later: 2000.0)
+    stubs = {"Event": lambda enable_timing: event, "synchronize": lambda device: None}
+    for name, stub in (stubs | {"current_stream": lambda device: f"of {device}"}).items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    assert measure.seconds_of(torch.device("cuda", 1), lambda: None, 2) == [2.0, 2.0]
+    assert streams == ["of cuda:1"] * 3
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])

@@ -101,12 +101,18 @@ def test_kernels_without_a_compiler_and_with_a_forced_version(cache, monkeypatch
 
 
 def test_kernels_that_are_looked_for_and_not_compiled(cache):
+    """Those of former sources, or of another compiler or processor, do not count."""
+    folder, compiler = cache / "kernels", native.find_compiler()
+    folder.mkdir(parents=True)
+    for name in doctor.COMPILED:
+        (folder / f"{name}-0.so").touch()
     assert doctor.kernels(QUIET).text.startswith(f"0 of {len(doctor.COMPILED)} in ")
-    (cache / "kernels").mkdir(parents=True)
-    for name in doctor.COMPILED[1:]:
-        (cache / "kernels" / f"{name}-0.so").touch()
+    kernels = [import_module(f"ag.kernels.{name}.cpu").KERNEL for name in doctor.COMPILED]
+    first, *others = (native.target(kernel.source, compiler, folder) for kernel in kernels)
+    for library in others:
+        library.touch()
     assert doctor.kernels(QUIET).fix.startswith(f"{doctor.COMPILED[0]} will be compiled")
-    (cache / "kernels" / f"{doctor.COMPILED[0]}-0.so").touch()
+    first.touch()
     assert doctor.kernels(QUIET).fix is None
 
 

@@ -259,7 +259,8 @@ def test_a_sequence_that_has_ended_keeps_its_tokens(tiny_llama, allocator):
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"), [("h2o", "every"), ("tova@heads", "blocks:7"), ("knorm+caote", "prefill")]
+    ("name", "schedule"),
+    [("h2o", "every"), ("tova@heads", "blocks:7"), ("knorm+caote", "prefill"), ("kvzip", "prefill")],
 )
 def test_scores_that_are_not_finite(tiny_llama, name, schedule):
     model = tiny_llama()

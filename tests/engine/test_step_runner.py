@@ -1,8 +1,10 @@
 """What StepRunner refuses, what a step asks the device, and the decoding loop that is made of steps."""
 
 import copy
+import functools
 from contextlib import contextmanager
-from unittest.mock import patch
+from types import SimpleNamespace
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ag
-from ag.engine import evictor
+from ag.engine import evictor, step_runner
 from ag.engine.cache import EvictionCache
 from ag.engine.decode import decode
 from ag.engine.evictor import NonFiniteScoreError
@@ -104,6 +106,33 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
         ).running() as seen:
             StepRunner(model, cache)(tokens(1, 0))
         assert seen.reads.count("cpu") >= 3  # once a layer
+
+
+def test_steps_are_recorded_on_the_device_of_the_model(monkeypatch):
+    """Whichever device is the current one, and whichever recorded first."""
+    current, recorded = [0], []
+
+    @contextmanager
+    def device(chosen):
+        before, current[0] = current[0], chosen.index
+        yield
+        current[0] = before
+
+    @contextmanager
+    def graph(graph, stream=None):
+        recorded.append((current[0], stream))
+        yield
+
+    stubs = {"device": device, "graph": graph, "CUDAGraph": MagicMock, "Stream": lambda device: f"of {device}"}
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    uncached = step_runner._recording_stream.__wrapped__
+    monkeypatch.setattr(step_runner, "_recording_stream", functools.cache(uncached))
+    for index in (1, 0):
+        weight = SimpleNamespace(device=torch.device("cuda", index))
+        on_card = SimpleNamespace(parameters=lambda weight=weight: iter([weight]))
+        StepRunner(on_card, None)._record(lambda: torch.zeros(1))
+    assert recorded == [(1, "of cuda:1"), (0, "of cuda:0")]
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def test_a_graph_computes_what_the_model_does(tiny_llama, triton_only, policy, b
 
     def record(run):
         recorded.append(1)
-        return cuda_graph(run)
+        return cuda_graph(run, model.device)
 
     mine = StepRunner(model, cache, None if REHEARSAL else record)
     for t in range(PROMPT, ids.shape[1]):

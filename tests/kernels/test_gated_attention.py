@@ -222,6 +222,15 @@ def test_other_documents_and_evicted_blocks_are_not_read(version):
 
 
 @both
+def test_a_tile_of_queries_before_the_first_token(version):
+    """Left padding beside Llama 4's chunks: the first column that each query may see lies after the tile."""
+    operands, masks, *options = given(3 * BLOCK, 2, 1, 16, sinks=2, recent=3)
+    columns, start = torch.arange(3 * BLOCK).expand(2, -1), BLOCK + 5
+    first = start + (columns - start).clamp_min(0) // BLOCK * BLOCK
+    check(version, operands, masks._replace(key_valid=columns >= start, first=first), *options)
+
+
+@both
 def test_memory_is_linear_in_the_length(version):
     """Of what Triton saves; of the largest tensor that PyTorch makes."""
     sizes = []

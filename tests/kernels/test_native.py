@@ -36,7 +36,10 @@ def test_a_compiler_that_fails_is_named_with_its_message(fresh, tmp_path):
 @pytest.mark.parametrize("forced", [None, "reference"])
 @pytest.mark.parametrize("broken", ["fails", "is missing", "none", "folder"])
 def test_one_line_says_which_version_runs_why_and_what_to_install(fresh, tmp_path, caplog, broken, forced):
-    """Whichever kernel comes first; a compiler that failed is not run again. A version asked for needs no line."""
+    """Whichever kernel comes first; a compiler that failed is not run again.
+
+    A version that is asked for needs no line, and no compiler.
+    """
     compiler, home = tmp_path / "c++", tmp_path / "home"
     fresh.setenv("AG_HOME", str(home))
     fresh.setenv("CXX", str(compiler))
@@ -58,6 +61,7 @@ def test_one_line_says_which_version_runs_why_and_what_to_install(fresh, tmp_pat
     }[broken]
     pages, k = pages_of([0, 0]), torch.zeros(1, 2, 1, 4)
     kv_append(pages, k, k, torch.zeros(1, 1, dtype=torch.long))
+    assert (tmp_path / "log").exists() == (broken == "fails" and forced is None)
     reasons = {kernel.unavailable("cpu") for kernel in (kv_append_cpu.KERNEL, cpu.KERNEL)}
     assert len(reasons) == 1 and reasons.pop().startswith(why)
     lines = [x.getMessage() for x in caplog.records if x.levelname == "WARNING" and "Compiling" not in x.getMessage()]

@@ -35,12 +35,12 @@ def as_on_a_card(monkeypatch):
     return calls
 
 
-def test_the_tuner_calls_three_shapes_of_each_kernel_once_for_each_class_of_lengths(as_on_a_card, monkeypatch):
+def test_the_tuner_calls_three_shapes_of_each_kernel_for_each_class_of_lengths_and_window(as_on_a_card, monkeypatch):
     monkeypatch.setattr("ag.kernels.tiles.CLASSES", (33, 60))
     gated.check(attention.gated_attention, *gated.given(33, 2, 1, 16))
     assert len(as_on_a_card) == 9
-    for length, timed in ((20, 9), (34, 12)):
-        (q, k, v, keep), *options = gated.given(length, 2, 1, 16)
+    for length, masks, timed in ((20, {}, 9), (34, {}, 12), (20, {"window": 8}, 15)):
+        (q, k, v, keep), *options = gated.given(length, 2, 1, 16, **masks)
         attention.gated_attention(q, k, v, keep, *options)
         assert len(as_on_a_card) == timed
     assert attention.FORWARD.best_config.kwargs == {"ROWS": 32}  # the first of the largest that fit float32
