@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,12 +37,13 @@ def fsync(path: Path) -> None:
 def replacing(target: Path) -> Iterator[Path]:
     """Yield a path for a new file, which replaces ``target`` once it is on disk.
 
-    After an error ``target`` is unchanged; a killed process may leave ``*.partial`` beside it.
+    Two processes, also of two machines, have different paths. After an error ``target`` is unchanged; a killed process
+    may leave ``*.partial`` beside it.
 
     Raises:
         OSError: when the disk refuses.
     """
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
     try:
         yield partial
         fsync(partial)
@@ -103,7 +105,7 @@ def _checksum(file: Path, size: int, modified: int) -> str:
 def home() -> Path:
     """Return the cache folder of this library: AG_HOME, by default `ag` in the user's cache."""
     if chosen := os.environ.get("AG_HOME"):
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ag"
 
 

@@ -100,11 +100,11 @@ def fit(
         ag.callbacks.Stopped: on SIGTERM, SIGUSR1 or Ctrl-C, after a checkpoint.
         KeyboardInterrupt: on Ctrl-C before the first step, and on a second Ctrl-C.
     """
-    run_dir = folder or (None if config.resume is None else Path(config.resume))  # None: made once all is loaded
+    existing = folder or (None if config.resume is None else Path(config.resume))  # None: made once all is loaded
     with ExitStack() as stack:
         stack.enter_context(kept_environment(LAUNCH_VARIABLES))
-        if run_dir is not None and not dry_run:
-            _lock(run_dir, stack, RESTART if folder is not None else 0)
+        if existing is not None and not dry_run:
+            _lock(existing, stack, RESTART if folder is not None else 0)
         if dry_run:
             config = without_caches(config)
         disable_possible_user_warnings()  # tips of Lightning, by names of its API, until `quiet` ends
@@ -116,13 +116,8 @@ def fit(
         if isinstance(config.loss, ReplayConfig):
             replay.check_rows(datamodule.train_rows)
         module = make_module(config, base)
-        continue_from = folder if folder is not None and checkpoints(folder) else config.resume
-        checkpoint = None if continue_from is None else newest_valid(Path(continue_from))
-        if dry_run:
-            # Lightning's dry run has one epoch, and refuses a checkpoint of a later epoch
-            run_dir = checkpoint = None
-        elif run_dir is None:
-            run_dir = run_folder(config)
+        run_dir, checkpoint = _where(config, folder, dry_run)
+        if existing is None and run_dir is not None:
             _lock(run_dir, stack)
         trainer = build_trainer(config, run_dir, stop_signal, 0 if checkpoint is None else step_of(checkpoint))
         if trainer.is_global_zero:
@@ -134,6 +129,17 @@ def fit(
             print(f"memory at its peak: {peak_memory()}")
             print("ready: one training and one validation batch ran, and nothing was written")
         return run_dir
+
+
+def _where(config: Config, folder: Path | None, dry_run: bool) -> tuple[Path | None, Path | None]:
+    """Return the folder of a run, which is made if there is none, and the checkpoint that the run continues.
+
+    A dry run has neither: Lightning's dry run has one epoch, and refuses a checkpoint of a later one. If it resumes, it
+    needs an intact checkpoint all the same.
+    """
+    continue_from = folder if folder is not None and checkpoints(folder) else config.resume
+    checkpoint = None if continue_from is None else newest_valid(Path(continue_from))
+    return (None, None) if dry_run else (folder or run_folder(config), checkpoint)
 
 
 @contextmanager

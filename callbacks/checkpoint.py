@@ -82,6 +82,7 @@ class RunCheckpoint(StepCallback, Checkpoint):
         total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
         total.ready = total.started = total.processed
         self._resumable_counters = deepcopy(trainer.fit_loop.state_dict())
+        # Lightning takes a validation with ready > processed for an unfinished one, and repeats it on resume
         begun = self._resumable_counters["epoch_loop.val_loop.batch_progress"]["total"]
         begun["ready"] += 1
         begun["started"] += 1

@@ -58,11 +58,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write `checkpoint` to `path`; after a failure or a kill the earlier file is still there."""
+        """Write `checkpoint` to `path`; after a failure or a kill the earlier file is still there.
+
+        Raises:
+            OSError: the disk refuses, for example because it is full; the error names `path`.
+        """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(target) as partial, partial.open("wb") as file:
-            torch.save(checkpoint, file)
+        try:
+            with replacing(target) as partial, partial.open("wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            cause = error if isinstance(error, OSError) else error.__context__  # torch.save fails once more as it ends
+            if not isinstance(cause, OSError):
+                raise
+            raise OSError(cause.errno, cause.strerror, str(target)) from error
 
 
 def hard_link(source: Path, target: Path) -> None:

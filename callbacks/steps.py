@@ -48,12 +48,13 @@ class ValidateAfterSteps(StepCallback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Decide whether Lightning validates after this batch."""
-        trainer.val_check_batch = sys.maxsize  # no batch index reaches it
+        trainer.val_check_batch = sys.maxsize  # no batch number reaches it
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make Lightning validate after every ``every`` steps."""
         due = self._step > 0 and self._step % self._every == 0
+        # Lightning validates when its batch number is a multiple of val_check_batch: 1 always is, maxsize never is
         trainer.val_check_batch = 1 if due else sys.maxsize
 
 

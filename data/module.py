@@ -102,7 +102,7 @@ class DataModule(LightningDataModule):
         epochs = self.trainer.fit_loop.epoch_progress.state_dict()
         batches = self.trainer.fit_loop.epoch_loop.batch_progress.state_dict()
         epoch = int(epochs["current"]["processed"])
-        if batches["is_last_batch"]:  # Lightning may not have counted this batch's epoch yet
+        if batches["is_last_batch"]:  # Lightning counts an epoch after the checkpoints of its last batch and validation
             return epoch + int(epochs["total"]["started"] > epochs["total"]["processed"]), 0
         # Lightning fetches ahead of the step that it runs
         return epoch, batches["current"]["processed"]

@@ -79,6 +79,9 @@ class RegressConfig(TargetConfig):
     def __post_init__(self) -> None:
         if self.draws_share:
             refuse(self, "share_high objective", "nothing is evicted; set loss.share_high=0", "loss.")
+        if self.sampled_tokens:
+            reason = "regression measures the gates on all tokens; set loss.sampled_tokens=0"
+            refuse(self, "sampled_tokens objective", reason, "loss.")
 
 
 @dataclass

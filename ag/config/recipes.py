@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -38,10 +37,14 @@ CHOSEN: Mapping[str, tuple[Callable[[Mapping[str, Any]], str], Mapping[str, type
     "loss": (choose_loss, LOSSES),
 }
 OWNERS = {"ag.plan": "ag.fit"}  # commands that take the recipes of another command
-MAY_CHANGE_ON_RESUME = re.compile(
-    r"resume|init|cluster|failures|tflops|gpu|share|output|logger|(wandb|checkpoint|export)\..+|data\.(root|cache|num_workers)"
-    r"|loss\.contexts|trainer\.(accelerator|max_epochs|max_steps|val_every|val_batches|log_every|collapse_batches|progress)"
-)
+#: Keys that a resumed run may change, and sections of such keys.
+MAY_CHANGE_ON_RESUME = frozenset({
+    "resume", "init", "cluster", "failures", "tflops", "gpu", "share", "output", "logger",
+    "data.root", "data.cache", "data.num_workers", "loss.contexts",
+    "trainer.accelerator", "trainer.max_epochs", "trainer.max_steps", "trainer.val_every", "trainer.val_batches",
+    "trainer.log_every", "trainer.collapse_batches", "trainer.progress",
+})  # fmt: skip
+SECTIONS_MAY_CHANGE = ("wandb.", "checkpoint.", "export.")
 
 
 def recipes(program: str | None = None) -> dict[str, Path]:
@@ -260,7 +263,8 @@ def check_resume(config: Any, run: str | Path) -> None:
     old_values, values = (values_of(x) for x in (load_config(_run_config(run), type(config)), config))
     for name, old in old_values.items():
         new = values.get(name)
-        if old != new and MAY_CHANGE_ON_RESUME.fullmatch(name) is None:
+        may_change = name in MAY_CHANGE_ON_RESUME or name.startswith(SECTIONS_MAY_CHANGE)
+        if old != new and not may_change:
             raise ConfigError(
                 f"resume={run}: that run has {name}={one_line(old)}, not {one_line(new)}; "
                 f"leave {name} as it was, or start a new run without resume"

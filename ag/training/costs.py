@@ -112,7 +112,8 @@ def _measure_round(loss: ReplayLoss, batches: Iterable[Batch], keep_all: bool) -
     for number, (batch, row) in enumerate(rows):
         prompt, tokens, labels = loss.split_row(batch, row)
         row_index = number * losses.world_size() + losses.rank()  # index of the row among the rows of all ranks
-        # the kinds of responses follow each other in a cycle
+        # shares shift by one each round, or each kind of response (kinds repeat every few rows) would always meet the
+        # same share
         share_index = (row_index + row_index // len(KEPT_SHARES)) % len(KEPT_SHARES)
         kept_share, offsets = KEPT_SHARES[share_index], THRESHOLD_OFFSETS.to(device) * unit
         generator = torch.Generator(device).manual_seed(row_index)

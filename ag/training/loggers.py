@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -21,8 +22,9 @@ class MetricsFile(Logger):
     """Writes `metrics.csv`: one row a step, on disk as soon as it is logged.
 
     `step` is the number of completed optimiser steps, as in the names of the checkpoints. Training and validation
-    metrics of one step share a row; cells without a value are empty. A resumed run continues the file and drops the
-    rows after its checkpoint. (Lightning's CSVLogger deletes the file of an earlier run in its folder.)
+    metrics of one step share a row; cells without a value are empty. Only the last row changes in place; a new column
+    rewrites the file. A resumed run continues the file and drops the rows after its checkpoint. (Lightning's CSVLogger
+    deletes the file of an earlier run in its folder.)
     """
 
     name, version = "metrics.csv", ""
@@ -32,6 +34,7 @@ class MetricsFile(Logger):
         self._path = Path(run_dir) / "metrics.csv"
         self._columns: list[str] = []
         self._rows: dict[int, dict[str, float]] | None = None  # by step. None: nothing is logged yet
+        self._last_row_start = 0  # where the last row begins in the file
 
     @property
     def save_dir(self) -> str:
@@ -46,15 +49,19 @@ class MetricsFile(Logger):
         """Write the metrics of one step, which Lightning counts from 0."""
         completed_steps = (step or 0) + 1
         if self._rows is None:
-            # a resumed run may first validate the checkpoint's own step, whose row is then continued
+            # Rows after the last valid step belong to a future that the resumed run repeats. It may first validate the
+            # checkpoint's own step, whose row is then continued.
             only_validation = all(name.startswith("val/") for name in metrics)
-            last = completed_steps if only_validation else completed_steps - 1
-            self._rows = {int(row["step"]): row for row in read_metrics(self._path) if row["step"] <= last}
+            last_valid_step = completed_steps if only_validation else completed_steps - 1
+            self._rows = {int(row["step"]): row for row in read_metrics(self._path) if row["step"] <= last_valid_step}
         new = completed_steps not in self._rows
         old_row = self._rows.get(completed_steps, {})
         row = self._rows[completed_steps] = {"step": completed_steps} | old_row | dict(metrics)
-        if new and row.keys() <= set(self._columns):
-            with self._path.open("a", newline="") as file:
+        is_last = completed_steps == next(reversed(self._rows))
+        if is_last and row.keys() <= set(self._columns):
+            with self._path.open("r+", newline="") as file:
+                self._last_row_start = file.seek(0, os.SEEK_END) if new else file.seek(self._last_row_start)
+                file.truncate()
                 self._writer(file).writerow(row)
             return
         self._columns = list(dict.fromkeys(name for columns in self._rows.values() for name in columns))
@@ -62,7 +69,10 @@ class MetricsFile(Logger):
         with replacing(self._path) as partial, partial.open("w", newline="") as file:
             writer = self._writer(file)
             writer.writeheader()
-            writer.writerows(self._rows.values())
+            *earlier_rows, last_row = self._rows.values()
+            writer.writerows(earlier_rows)
+            self._last_row_start = file.tell()
+            writer.writerow(last_row)
 
     def _writer(self, file: Any) -> csv.DictWriter[str]:
         return csv.DictWriter(file, self._columns, lineterminator="\n")

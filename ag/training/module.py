@@ -105,20 +105,24 @@ class GatedLM(L.LightningModule):
         warms_up = self.global_step < self.config.warmup.regress_steps
         loss = self.warm_start if warms_up and self.warm_start is not None else self.gated_loss
         terms = loss.loss(batch, self.global_step)
-        for name in self._sums.keys() - terms.values.keys():  # metrics of the regression that has ended
-            self._remove_metric(name)
         self.evicted_in_batch = terms.evicted
         accumulate = self.config.trainer.accumulate
         microbatch = batch_idx % accumulate
-        for name, value in terms.values.items():
+        self._log_means(terms.values, microbatch)
+        if accumulate == 1:
+            return terms.loss
+        # A step has `accumulate` batches, the last of an epoch fewer: Lightning divides by trainer.accumulate even then
+        return terms.loss * (accumulate / min(accumulate, self.trainer.num_training_batches - batch_idx + microbatch))
+
+    def _log_means(self, values: dict[str, Tensor], microbatch: int) -> None:
+        """Log the means over the first batches of this optimiser step, of which batch ``microbatch`` has ``values``."""
+        for name in self._sums.keys() - values.keys():  # metrics of the regression that has ended
+            self._remove_metric(name)
+        for name, value in values.items():
             in_progress_bar = name in ("evicted", "regress_loss", f"{self.config.loss.objective}_loss")
             self._sums[name] = self._sums[name] + value if microbatch else value
             mean = (self._sums[name] / (microbatch + 1)).to(self.device)  # NCCL averages no tensor of the host
             self.log(f"train/{name}", mean, batch_size=1, sync_dist=True, prog_bar=in_progress_bar)
-        if accumulate == 1:
-            return terms.loss
-        # Lightning divides by trainer.accumulate even if the last step of an epoch has fewer batches
-        return terms.loss * (accumulate / min(accumulate, self.trainer.num_training_batches - batch_idx + microbatch))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Let Adam begin to count the adapters' steps after the warm start, whose gradients of them are zeros."""

@@ -29,6 +29,7 @@ class RowRegression(GatedLoss):
         logits, targets = (torch.stack([*by_layer.values()]) for by_layer in (observed.logits, observed.targets))
         loss = losses.regression_loss(self.gates, logits, targets, observed.has_target(), warm.keep, warm.scale)
         # DistributedDataParallel waits for the adapters' gradients; GatedLM.on_before_optimizer_step drops them
+        # (under FSDP2 the sum is a DTensor)
         adapters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         total = loss + 0.0 * sum(gather_tensor(parameter.sum()) for parameter in adapters)
         return loss_terms(loss, {"regress_loss": loss}, *self.gate_measurements(observed))._replace(loss=total)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
+from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -164,8 +165,9 @@ class PromptStore:
     """Prompts that a model has read, stored in a folder.
 
     A file's name is a hash of the model's configuration and weights, the layers whose states it holds, autocast's dtype
-    and the tokens. Several runs and ranks may therefore share a folder. A ``folder`` of None is a temporary one, which
-    is deleted with this object. If ``with_targets``, the model repeats each prompt, for the targets of gates.
+    and the tokens. Several runs and ranks may therefore share a folder; after a failure a file ``*.lock`` may stay,
+    which locks nothing. A ``folder`` of None is a temporary one, which is deleted with this object. If
+    ``with_targets``, the model repeats each prompt, for the targets of gates.
     """
 
     def __init__(self, model: nn.Module, gates: AttentionGates, folder: str | None, with_targets: bool = False) -> None:
@@ -189,15 +191,17 @@ class PromptStore:
             self._identity.update(f"reread behind {gates.config.sink_tokens}".encode())
 
     def read(self, tokens: Tensor) -> CachedPrompt:
-        """Return the prompt of tokens ``[N]`` from the folder; the model reads it if it is not there."""
+        """Return the prompt of tokens ``[N]`` from the folder; the model reads it if it is not there.
+
+        Of several processes that need a new prompt, one reads it while the others wait.
+        """
         digest, device = self._identity.copy(), tokens.device.type
         mixed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         digest.update(str(mixed).encode() + tokens.cpu().numpy().tobytes())
         path = self.folder / f"{digest.hexdigest()[:32]}.safetensors"
-        try:
-            parts = load_file(path, device=str(tokens.device))
-        except (OSError, SafetensorError):
-            self._write(path, tokens)
+        parts = _load(path, tokens.device)
+        if parts is None:
+            self._write_once(path, tokens)
             # the model's own tensors have other strides, and products with them round differently in a later run
             parts = load_file(path, device=str(tokens.device))
         prompt = CachedPrompt()
@@ -206,20 +210,36 @@ class PromptStore:
             getattr(prompt, name)[int(layer)] = parts[key]
         return prompt
 
+    def _write_once(self, path: Path, tokens: Tensor) -> None:
+        """Let the model read a prompt and write it, or wait until another process has done so."""
+        lock = Path(f"{path}.lock")
+        try:
+            with FileLock(lock):  # ends with the process
+                if _load(path, tokens.device) is None:
+                    self._write(path, tokens)
+                lock.unlink(missing_ok=True)  # whoever locks a new file of this name finds the prompt
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"loss.contexts={self.folder}: a context of {tokens.numel()} tokens cannot be written ({error}): name "
+                "a folder with room and permission, or use fewer or shorter contexts."
+            ) from error
+
     @torch.no_grad()
     def _write(self, path: Path, tokens: Tensor) -> None:
         recorder = TargetRecorder(self.model, self.gates) if self.with_targets else PromptRecorder(self.gates)
         decoder_of(self.model)(input_ids=tokens[None], use_cache=False, gating=recorder)
         recorded = vars(recorder.cached_prompt)
         parts = {f"{name}.{layer}": x for name, layers in recorded.items() for layer, x in layers.items()}
-        try:
-            with replacing(path) as partial:
-                save_file({key: x.contiguous() for key, x in parts.items()}, partial)
-        except OSError as error:
-            raise UserError(
-                f"loss.contexts={self.folder}: a context of {tokens.numel()} tokens cannot be written ({error}): name "
-                "a folder with room and permission, or use fewer or shorter contexts."
-            ) from error
+        with replacing(path) as partial:
+            save_file({key: x.contiguous() for key, x in parts.items()}, partial)
+
+
+def _load(path: Path, device: torch.device) -> dict[str, Tensor] | None:
+    """Return the tensors of a file. None: it is missing or damaged."""
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError):
+        return None
 
 
 def check_rows(rows: Sequence[Row]) -> None:
@@ -336,12 +356,13 @@ class ReplayLoss(GatedLoss):
 
         A prompt that is a part of its context is taken from the whole context, which is read once for all its rows.
         """
-        prompt = int(batch["prompt_length"][row])
-        context = int(batch["context_length"][row]) if "context_length" in batch else prompt
+        prompt_length = int(batch["prompt_length"][row])
+        context_length = int(batch["context_length"][row]) if "context_length" in batch else prompt_length
         with_loss = (batch["labels"][row] != -100).nonzero()[:, 0]
         end = int(with_loss[-1]) + 1 if len(with_loss) else int(batch["attention_mask"][row].sum())
-        tokens, labels = (batch[name][row, None, prompt:end] for name in ("input_ids", "labels"))
-        return self.prompt_store.read(batch["input_ids"][row, :context]).prefix(prompt), tokens, labels
+        tokens, labels = (batch[name][row, None, prompt_length:end] for name in ("input_ids", "labels"))
+        context = self.prompt_store.read(batch["input_ids"][row, :context_length])
+        return context.prefix(prompt_length), tokens, labels
 
     def gate_logits(self, prompt: CachedPrompt) -> Tensor:
         """Return the gate logits ``[L, Hkv, N]`` of a prompt, of the gated layers in order."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ag.files import read_metrics
+from ag.files import read_metrics, replacing
 from ag.training.loggers import MetricsFile
 from tests.support.tiny_run import fit
 
@@ -42,6 +42,21 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path: Path) ->
         (4, 30, None),
         (5, 40, None),
     ]
+
+
+def test_only_a_new_column_rewrites_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewritten: list[Path] = []
+    monkeypatch.setattr("ag.training.loggers.replacing", lambda path: rewritten.append(path) or replacing(path))
+    metrics, steps = MetricsFile(tmp_path), range(5)
+    for step in steps:
+        for loss in (1 / 3, 2.0):  # two batches; the second value is shorter
+            metrics.log_metrics({"lr": 0.5}, step)  # LearningRateMonitor, before each batch
+            metrics.log_metrics({"train/loss": loss}, step)
+    for loss in (1 / 3, 0.25):
+        metrics.log_metrics({"val/loss": loss}, steps[-1])
+    assert len(rewritten) == len(["lr", "train/loss", "val/loss"])
+    rows = [{"step": step + 1, "lr": 0.5, "train/loss": 2.0} for step in steps]
+    assert read_metrics(tmp_path / "metrics.csv") == [*rows[:-1], rows[-1] | {"val/loss": 0.25}]
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from ag.callbacks.checkpoint_files import AtomicCheckpointIO, checkpoints, newes
 from ag.callbacks.steps import Throughput
 from ag.config import CheckpointConfig
 from ag.files import read_metrics
+from tests.support.full_disk import full_disk
+from tests.support.refused import refuses
 from tests.support.tiny_run import Tiny, fit, weights
 
 pytestmark = pytest.mark.usefixtures("no_figures")
@@ -182,6 +184,16 @@ def test_failing_write_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "fsync", disk_full)
     with pytest.raises(OSError, match="No space left"):
         AtomicCheckpointIO().save_checkpoint({"x": 2}, path)
+    assert load(path) == {"x": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_is_named(tmp_path: Path) -> None:
+    """torch.save raises a RuntimeError then, which the command would not print as one line."""
+    path = tmp_path / "x.ckpt"
+    AtomicCheckpointIO().save_checkpoint({"x": 1}, path)
+    with full_disk(room=10_000), refuses(OSError, "File too large", str(path)):
+        AtomicCheckpointIO().save_checkpoint({"x": torch.zeros(10_000)}, path)
     assert load(path) == {"x": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["x.ckpt"]
 

@@ -19,6 +19,7 @@ trainer.max_steps=10; optim.warmup_steps=8 warmup.regress_steps=3 -> trainer.max
 train=gates {REPLAY} warmup.target=reread gate.kind=mlp; warmup.rounds=1 warmup.regress_steps=9 trainer.max_steps=9
 trainer.max_steps=10; loss.anneal_steps=8 warmup.regress_steps=3 -> trainer.max_steps=10
 loss.share_high=0.05 -> loss.share_low=0.1
+train=gates loss.objective=regress; loss.sampled_tokens=3 -> loss.objective=regress loss.sampled_tokens=0
 data.kind=sft -> data.name=facts data.root=FOLDER
 {PACKED}; warmup.target=reread -> loss.replay=false loss.replay=true
 {PACKED}; gate.scope=prompt -> data.packing=packed gate.scope=causal

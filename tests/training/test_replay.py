@@ -1,9 +1,12 @@
 """Replay: its attention against gated attention, and its loss against evicted passes of the engine."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ag
 from ag.config import Config, LossConfig, WarmupConfig
@@ -17,7 +20,9 @@ from ag.training.replay import VALIDATION_SHARES, PromptStore, topk_flags
 from ag.training.replay_attention import replay_attention
 from tests.engine.test_kvzip import in_float64
 from tests.support.bounds import hold
+from tests.support.full_disk import full_disk
 from tests.support.gates_for import gates_for
+from tests.support.refused import refuses
 
 EPS, EPS32 = (torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32))
 CONTEXT, RESPONSE = 40, 7
@@ -280,10 +285,31 @@ def test_a_damaged_file_and_another_model_are_read_again(tiny_llama, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_named(tiny_llama, tmp_path, monkeypatch):
+def test_processes_that_need_one_new_prompt_wait_for_one_reading(tiny_llama, tmp_path, monkeypatch):
+    store, tokens = replay(tiny_llama(), str(tmp_path)).gated_loss.prompt_store, batch()["input_ids"][0]
+    both_miss, missed, written, write = threading.Barrier(2), set(), [], PromptStore._write
+
+    def load(path, device):
+        try:
+            return load_file(path, device)
+        except OSError:
+            if threading.get_ident() not in missed:
+                missed.add(threading.get_ident())
+                both_miss.wait(timeout=60)
+            raise
+
+    monkeypatch.setattr("ag.training.replay.load_file", load)
+    monkeypatch.setattr(PromptStore, "_write", lambda *call: written.append(call) or write(*call))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(store.read, [tokens, tokens])
+    assert len(missed) == 2 and len(written) == 1
+    assert all(torch.equal(first.keys[layer], second.keys[layer]) for layer in first.keys)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tiny_llama, tmp_path):
     module = replay(tiny_llama(), str(tmp_path))
-    monkeypatch.setattr("ag.training.replay.save_file", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(UserError, match=r"loss\.contexts=.*no space left"):
+    with full_disk(room=1000), refuses(UserError, f"loss.contexts={tmp_path}", "File too large"):
         module.gated_loss.replay_row(batch(), 0, [0.4])
 
 
