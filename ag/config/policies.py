@@ -36,7 +36,7 @@ class Shipped:
     shorthands: tuple[str, ...] = ()
 
 
-#: The parts of the library by group and name. They must agree with the classes.
+#: The parts of the library by group and name, a row for each class in the tables of ``ag.engine``; both must agree.
 SHIPPED = {
     "ag.scorers": {
         "streaming_llm": Shipped("sinks recent"),

@@ -311,8 +311,9 @@ class EvictionCache(Cache):
     @property
     def is_croppable(self) -> bool:
         """Whether drafts can be taken back; ``model.generate`` reads it after the prompt."""
-        states, evicts_later = self.state.states, self.policy.uses_reconstruction or self.policy.steps is not None
-        return (states is None or states.go_back) and (self.policy.scorer is None or not evicts_later)
+        states, policy = self.state.states, self.policy
+        evicts_later = policy.reconstruction_scorer is not None or policy.steps is not None
+        return (states is None or states.go_back) and (policy.scorer is None or not evicts_later)
 
     # ---- other sequences
 

@@ -74,8 +74,8 @@ class CacheState:
         self.sequences = SequenceState(policy, setup.chunk, None if self.states is None else setup.goes_on)
         numbers = [heads.number for heads in setup.heads]
         self.evictor = None if policy.budget is None else Evictor(policy, setup.budget_layers, numbers)
-        reconstruction_scorer = None if policy.scorer is None else policy.scorer.reconstruction_scorer
-        self.recorded_prompt = None if reconstruction_scorer is None else RecordedPrompt(reconstruction_scorer)
+        scorer = policy.reconstruction_scorer
+        self.recorded_prompt = None if scorer is None else RecordedPrompt(scorer)
         gated_layers = () if gates is None else gates.layer_indices
         self.layers = [
             Layer(policy, setup.decoder, index, gates if index in gated_layers else None, setup.kv_reader_counts[index])
@@ -155,8 +155,8 @@ class CacheState:
         self.check_pass_finished()
         self.check_scores()
         self.check_going_back("crop", columns)
-        self.note_mode()
         removed_tokens = self.sequences.crop(remove)
+        self.note_mode()
         self.pass_open = True  # until the rows of all layers are shorter: a full pool may have no room for copies
         left, rotation = self.sequences.num_tokens, self.setup.rotation
         if self.states is not None and bool(left.any()):

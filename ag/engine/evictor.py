@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class Evictor:
 
     Usually the host knows how many tokens each row keeps: a kernel then finds the best of each row, without a wait for
     the device. A decoding step does so once for all layers. If heads or layers compete, PyTorch compares their scores,
-    and the host waits once for the numbers of kept tokens.
+    and the host waits for the numbers of kept tokens.
 
     Args:
         policy: with a scorer and a budget.
@@ -66,7 +66,7 @@ class Evictor:
         #: The declared needs of the scorer: True for passes of the prompt, False for later ones.
         self.needs = {True: self.scorer.needs, False: self.scorer.decode_needs}
         cls = type(self.scorer)
-        one_score = cls.second is Scorer.second and cls.protected is Scorer.protected  # its limits alone protect tokens
+        one_score = cls.second is Scorer.second
         self._host_counts_prompt = one_score and isinstance(policy.allocator, Uniform)
         self._host_counts_decode = one_score and not policy.allocator.compares_heads
         #: Whether the host counted what this step keeps; then each step runs one fixed list of operations.
@@ -78,8 +78,6 @@ class Evictor:
         self._layers_left: dict[KVStore, int] = {}  # layers whose scores are still to come in this step
         self._nonfinite: dict[KVStore, Tensor] = {}  # [L, B, Hkv] int32, 1 for rows with a score that was not finite
         self._steps_unchecked = 0  # evicting steps since they were read
-        #: ``budgets.settled``, and a copy of it on the host. Where it changes it is a new dict.
-        self._settled_cpu: tuple[Any, dict[int, Tensor]] = None, {}
 
     def fork(self) -> Evictor:
         """Return a copy for another continuation of the text."""
@@ -137,48 +135,55 @@ class Evictor:
             records: the scorer's records of the layer's slots; the scorer may add more.
         """
         assert batch.evicting is not None
-        store, layer = layer_stores[reader.layer], reader.layer
-        counted_step = batch.step and self.step_is_counted
-        if not counted_step and not (self._host_counts_prompt if batch.is_prefill else self._host_counts_decode):
-            evicting = None if bool(batch.evicting.all()) else batch.evicting.to(reader.lengths.device)
-            keep_masks = self.decide(reader, evicting, records)
-            store.put_records(layer, records)
-            for rows in dict.fromkeys(layer_stores[index] for index in keep_masks):
-                by_slot = {}
-                for index, keep in keep_masks.items():
-                    if layer_stores[index] is rows:
-                        order = reader.slot_order if index == layer else order_slots(rows.token_indices(index))
-                        by_slot[index] = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
-                rows.keep(by_slot)
-            return
-        if counted_step:
-            counts = self._step[store]
+        store = layer_stores[reader.layer]
+        if batch.step and self.step_is_counted:
+            self._evict_in_step(reader, batch, store, records)
+        elif self._host_counts_prompt if batch.is_prefill else self._host_counts_decode:
+            self._evict_counted(reader, batch, store, records)
         else:
-            counts = self._count(batch, store, [layer], reader.sliding_window).to(reader.lengths.device)
-        sinks, recent = counts.sinks_recent.unbind()
+            self._evict_by_masks(reader, batch, layer_stores, records)
+
+    def _evict_by_masks(
+        self, reader: LayerReader, batch: ForwardBatch, layer_stores: Sequence[KVStore], records: Records
+    ) -> None:
+        """Evict what PyTorch decides, from this layer and from earlier ones."""
+        assert batch.evicting is not None
+        layer = reader.layer
+        evicting = None if bool(batch.evicting.all()) else batch.evicting.to(reader.lengths.device)
+        keep_masks = self.decide(reader, evicting, records)
+        layer_stores[layer].put_records(layer, records)
+        for store in dict.fromkeys(layer_stores[index] for index in keep_masks):
+            by_slot = {}
+            for index, keep in keep_masks.items():
+                if layer_stores[index] is store:
+                    order = reader.slot_order if index == layer else order_slots(store.token_indices(index))
+                    by_slot[index] = keep if order is None else torch.empty_like(keep).scatter_(-1, order, keep)
+            store.keep(by_slot)
+
+    def _evict_counted(self, reader: LayerReader, batch: ForwardBatch, store: KVStore, records: Records) -> None:
+        """Evict from one layer the numbers of tokens that the host counts."""
+        layer = reader.layer
+        counts = self._count(batch, store, [layer], reader.sliding_window).to(reader.lengths.device)
         score = self._note_and_score(reader, batch, records, counts.evicting)
         store.put_records(layer, records)
-        if counted_step:
-            self._scores[store][layer] = score
-            self._layers_left[store] -= 1
-            if self._layers_left[store]:
-                return
-            score, token_index = self._scores[store], store.all_token_indices()
-        elif bool((counts.kept[0] < store.lengths_cpu[layer]).any()):
-            score, token_index = score.float(), reader.distinct_indices
-        else:
-            return
-        lengths, window = reader.lengths, reader.sliding_window
-        protected = retention.protected_mask(token_index, lengths, sinks, recent, reader.caller_protected)
-        expired = None if window is None else retention.expired_mask(token_index, lengths, window)
-        score = retention.eviction_score(score, protected, expired)
-        if counted_step:
-            store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
+        if not bool((counts.kept[0] < store.lengths_cpu[layer]).any()):
             return
         nonfinite = self._nonfinite.get(store)
         if nonfinite is None or nonfinite.shape != store.lengths.shape:
             nonfinite = self._nonfinite[store] = torch.zeros_like(store.lengths)
+        score = _by_rule(score.float(), reader.distinct_indices, reader, counts)
         store.compact({layer: score}, counts.kept, nonfinite=nonfinite[layer])
+
+    def _evict_in_step(self, reader: LayerReader, batch: ForwardBatch, store: KVStore, records: Records) -> None:
+        """Keep the score of a layer; after the last layer evict from all of them, without a wait for the device."""
+        counts, scores = self._step[store], self._scores[store]
+        scores[reader.layer] = self._note_and_score(reader, batch, records, counts.evicting)
+        store.put_records(reader.layer, records)
+        self._layers_left[store] -= 1
+        if not self._layers_left[store]:
+            token_index = store.pages().token_indices[store.block_table].flatten(-2)  # any number on free slots
+            score = _by_rule(scores, token_index, reader, counts)
+            store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
 
     def _note_and_score(self, reader: LayerReader, batch: ForwardBatch, records: Records, evicting: Tensor) -> Tensor:
         """Let the scorer note the pass, and return its score ``[B, Hkv, N]``.
@@ -196,8 +201,8 @@ class Evictor:
         inputs = shown.inputs(needs, shown_records, evicting)
         self.scorer.note(inputs, shown_records)
         score = self.scorer.score(inputs)
-        if getattr(score, "shape", None) != shown.cached.shape:
-            self._refuse_shape("score", score, shown)
+        if not (isinstance(score, Tensor) and score.is_floating_point() and score.shape == shown.cached.shape):
+            self._refuse_score(score, shown)
         if sequences is None:
             return score
         for name, record in shown_records.items():
@@ -230,19 +235,19 @@ class Evictor:
         for nonfinite in self._nonfinite.values():
             layers = nonfinite.flatten(1).any(1).tolist()
             if any(layers):
-                self._refuse_scores(layers.index(True))
+                self._refuse_nonfinite(layers.index(True))
 
-    def _refuse_scores(self, layer: int) -> NoReturn:
+    def _refuse_nonfinite(self, layer: int) -> NoReturn:
         raise NonFiniteScoreError(
             f"{type(self.scorer).__name__}.score of {self.policy!r} gave NaN or infinity in layer {layer}: "
             "expected finite numbers for all tokens that compete; look at the scorer and at the weights."
         )
 
-    def _refuse_shape(self, method: str, result: object, reader: LayerReader) -> NoReturn:
-        gave = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    def _refuse_score(self, score: object, reader: LayerReader) -> NoReturn:
+        gave = f"{score.dtype} {list(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
         raise UserError(
-            f"{type(self.scorer).__name__}.{method} of {self.policy!r} gave {gave} in layer {reader.layer}: "
-            f"expected a tensor [B, Hkv, N], here {list(reader.cached.shape)}."
+            f"{type(self.scorer).__name__}.score of {self.policy!r} gave {gave} in layer {reader.layer}: "
+            f"expected torch.float32 [B, Hkv, N], here {list(reader.cached.shape)}."
         )
 
     def _warn_over_budget(self, over: Tensor, num_protected: Tensor) -> None:
@@ -288,7 +293,7 @@ class Evictor:
         over = evicting & (num_protected > budget) & (candidates.lengths > budget)
         if bool((nonfinite | over).any()):  # the host waits once, for rare cases
             if bool(nonfinite.any()):
-                self._refuse_scores(reader.layer)
+                self._refuse_nonfinite(reader.layer)
             self._warn_over_budget(over.cpu(), num_protected.cpu())
             candidates.capacity = retention.keep_count(budget, num_protected.where(over, 0))
         if reader.decoding:
@@ -297,20 +302,19 @@ class Evictor:
 
     def _candidates(self, reader: LayerReader, evicting: Tensor, records: Records) -> Candidates:
         """Let the scorer note and score, and return the layer's tokens as candidates."""
-        scorer, allocator, shape = self.scorer, self.policy.allocator, reader.cached.shape
+        scorer, allocator = self.scorer, self.policy.allocator
         if self.budgets.over_budget is None:
             self.budgets.over_budget = torch.zeros(len(reader.lengths), dtype=torch.bool)
         budget = self.policy.capacity(reader.prompt_lengths)
         inputs = reader.inputs(self.needs[not reader.decoding], records, evicting)
-        inputs.key_indices = reader.key_indices
         scorer.note(inputs, records)
         preference = (
             None if reader.decoding else allocator.layer_preference(reader.inputs(allocator.needs, records, evicting))
         )
-        score, protected = scorer.score(inputs), scorer.protected(inputs, budget)
-        for method, result in (("score", score), ("protected", protected.expand(shape))):
-            if getattr(result, "shape", None) != shape:
-                self._refuse_shape(method, result, reader)
+        score, indices, lengths = scorer.score(inputs), reader.distinct_indices, reader.lengths
+        if not (isinstance(score, Tensor) and score.is_floating_point() and score.shape == reader.cached.shape):
+            self._refuse_score(score, reader)
+        protected = retention.protected_mask(indices, lengths, *scorer.limits(budget), reader.caller_protected)
         second, first_share = scorer.second(inputs, score) or (None, 1.0)
         expired = ~reader.occupied  # sequences that are not evicted from keep expired tokens for later looks back
         expired = expired if reader.expired is None else expired | (reader.expired & evicting[:, None, None])
@@ -330,29 +334,26 @@ class Evictor:
         """Return how many tokens layers keep; all tensors are on the host."""
         row_lengths, evicting, prompts = store.lengths_cpu[layers], batch.evicting, batch.prompts
         assert evicting is not None and prompts.capacity is not None and prompts.limits is not None
-        budget = prompts.capacity.expand(len(layers), -1)
-        if batch.is_prefill:
-            self._settled_cpu = None, {}
-        elif not isinstance(self.policy.allocator, Uniform):
-            budget = self._settled_budget(prompts.capacity, layers)
+        budget = torch.stack([self.budgets.settled.get(layer, prompts.capacity) for layer in layers])
         sinks, recent = (torch.as_tensor(x).expand_as(evicting) for x in prompts.limits)
         num_protected = retention.count_protected(batch.num_tokens, sinks, recent, prompts.protected, sliding_window)
         over = evicting & (num_protected > budget) & (row_lengths.amax(2) > budget)
         if bool(over.any()):
             self._warn_over_budget(over.any(0), num_protected)
-        keep_count = retention.keep_count(budget, num_protected)
+        keep_count = budget.maximum(num_protected)  # as retention.keep_count
         if sliding_window is not None:
             keep_count = keep_count.clamp_max(sliding_window)
         kept = row_lengths.minimum(keep_count[..., None]).where(evicting[:, None], row_lengths)
         limits = torch.stack([sinks, recent])
         return KeepCounts(kept, kept.flatten().int(), limits, evicting.clone())
 
-    def _settled_budget(self, capacity: Tensor, layers: list[int]) -> Tensor:
-        """Return the tokens per KV head ``[n, B]`` that an allocator gave layers at the end of the prompt."""
-        settled = self.budgets.settled
-        if self._settled_cpu[0] is not settled:
-            self._settled_cpu = settled, {layer: x.cpu() for layer, x in settled.items()}
-        return torch.stack([self._settled_cpu[1].get(layer, capacity) for layer in layers])
+
+def _by_rule(score: Tensor, token_index: Tensor, reader: LayerReader, counts: KeepCounts) -> Tensor:
+    """Return a score ``[..., B, Hkv, N]`` with +inf for protected tokens and -inf for expired ones."""
+    lengths, window = reader.lengths, reader.sliding_window
+    protected = retention.protected_mask(token_index, lengths, *counts.sinks_recent, reader.caller_protected)
+    expired = None if window is None else retention.expired_mask(token_index, lengths, window)
+    return retention.eviction_score(score, protected, expired)
 
 
 class Stopwatch:

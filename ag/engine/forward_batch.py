@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ag.model.interceptor import AttentionCall
+
 
 class Prompts(NamedTuple):
     """Facts of the prompts that passes need. The tensors stay in place until the prompts or protected spans change."""
@@ -17,6 +19,27 @@ class Prompts(NamedTuple):
     limits: tuple[int | Tensor, int | Tensor] | None  # the scorer's limits under this capacity; None means no budget
     lengths_on_device: Tensor  # the lengths on the device
     protected_on_device: Tensor | None  # protected tokens, on the device
+
+
+@dataclass(kw_only=True, eq=False)
+class PassNotes:
+    """What one moment of a pass leaves for a later one.
+
+    Attributes:
+        gate_logits: by layer, the logits of the new tokens, until these are stored.
+        gate_outputs: by layer, what was stored of them, for later layers that read its keys and values. None: no gate.
+        kv_readers: by layer, how many later layers still read its keys and values, and what the last of them needs to
+            evict: the call, its attention weights and the evictor.
+        longest_rows: ``[B]`` long on the host, tokens of each sequence's longest row before the pass, for positions by
+            slot.
+        expired: whether a layer freed tokens that no later query sees.
+    """
+
+    gate_logits: dict[int, Tensor] = field(default_factory=dict)
+    gate_outputs: dict[int, Tensor | None] = field(default_factory=dict)
+    kv_readers: dict[int, tuple[int, AttentionCall, Tensor | None, Any]] = field(default_factory=dict)
+    longest_rows: Tensor | None = None
+    expired: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,9 +60,7 @@ class ForwardBatch:
         is_first_pass: whether nothing was cached before.
         evicting: ``[B]`` bool on the host, the sequences to evict from after these tokens; None means none.
         step: whether it is one token of each sequence after its prompt; its tensors lie at one address at each step.
-        notes: what one moment of this pass leaves for a later one: ("logits", layer) and ("gate", layer), a gate's
-            outputs; ("kv_readers", layer), the layers that still read its keys; "longest_rows", for positions by slot;
-            "expired", where a layer freed tokens.
+        notes: what one moment of this pass leaves for a later one.
     """
 
     token_indices: Tensor
@@ -54,7 +75,7 @@ class ForwardBatch:
     is_first_pass: bool
     evicting: Tensor | None = None
     step: bool = False
-    notes: dict[Any, Any] = field(default_factory=dict)
+    notes: PassNotes = field(default_factory=PassNotes)
 
     @property
     def padded(self) -> bool:

@@ -292,7 +292,7 @@ class ForwardPass(Interceptor):
                 for layer in state.layers:
                     layer.observation_window.reset()
         sequences, span = state.sequences, 0 if gates is None else gates.config.window
-        if "expired" in batch.notes:
+        if batch.notes.expired:
             sequences.evicted_at = sequences.settled.maximum(sequences.evicted_at)
         if span and any(layer.gate_memory for layer in state.layers):  # which hold the newest tokens alone
             settled = sequences.settled.where(sequences.settled >= span, 0)

@@ -62,7 +62,7 @@ class KVStore:
         self.block_counts = torch.zeros(shape, dtype=torch.long)  # blocks of each row
         #: First blocks of each row that other rows may refer to.
         self.shared_block_counts = torch.zeros(shape, dtype=torch.long)
-        self._pages: dict[int, Pages] = {}
+        self._pages: dict[int | None, Pages] = {}
         self._stacks: dict[str, Tensor] = {}  # [L, ...], each record of all layers
         #: Whether the records of each layer are views of these.
         self.stacked = False
@@ -105,10 +105,11 @@ class KVStore:
         """Slots of each row in the table, free ones included."""
         return self.block_table.shape[-1] * self.block_size
 
-    def pages(self, layer: int) -> Pages:
-        """Return a layer's rows as kernels take them."""
+    def pages(self, layer: int | None = None) -> Pages:
+        """Return a layer's rows as kernels take them. None: the rows of all layers."""
         if layer not in self._pages:
-            table, lengths = self.block_table[layer].flatten(0, 1), self.lengths[layer].flatten()
+            layers = slice(None) if layer is None else layer
+            table, lengths = self.block_table[layers].flatten(0, -2), self.lengths[layers].flatten()
             columns, coded = self.pool.views(self.size, self.gate_type), self.pool.formats[self.size]
             self._pages[layer] = Pages(*columns, table, lengths, coded)
         return self._pages[layer]
@@ -316,11 +317,8 @@ class KVStore:
         rows = keep_count.numel()
         if not self.stacked:
             self.stack_records()
-        if -1 not in self._pages:  # the rows of all layers
-            columns, coded = self.pool.views(self.size, self.gate_type), self.pool.formats[self.size]
-            self._pages[-1] = Pages(*columns, self.block_table.flatten(0, 2), self.lengths.flatten(), coded)
         noted = [x.view(rows, -1, x.shape[-1]) for x in self._stacks.values()]
-        kv_compact(self._pages[-1], score.flatten(0, 1), keep_count, noted, nonfinite)
+        kv_compact(self.pages(), score.flatten(0, 1), keep_count, noted, nonfinite)
 
     def stack_records(self) -> None:
         """Move each record of all layers into one tensor ``[L, ...]``, before a step evicts from all layers at once."""
@@ -332,12 +330,12 @@ class KVStore:
             for layer, record in by_layer.items():
                 self.records[layer][name] = stack[layer].copy_(record)
 
-    def all_token_indices(self) -> Tensor:
-        """Return the token index of each slot in all layers, ``[L, B, Hkv, S]`` int32; free slots have any number."""
-        return self.pages(0).token_indices[self.block_table].flatten(-2)
-
     def shrink_to(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
-        """Shorten rows to the lengths ``[L', B, Hkv]`` after an eviction, and free the blocks that no row needs."""
+        """Shorten rows to the lengths ``[L', B, Hkv]`` after an eviction, and free the blocks that no row needs.
+
+        Rows keep blocks for ``spare`` more tokens, so that the next step need not take them again: 0 after a prompt, 16
+        after a step or a crop, at most 1 in a fixed pool.
+        """
         self.lengths_cpu[layers] = kept
         spare = min(spare, 1) if self.pool.fixed else spare  # the next token's block stays, which would be taken again
         wanted, owned = -(-(kept + spare) // self.block_size), self.block_counts[layers]

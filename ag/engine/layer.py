@@ -20,7 +20,6 @@ from ag.engine.kv_store import KVStore
 from ag.engine.layer_reader import LayerReader
 from ag.engine.observation_window import ObservationWindow, Queries
 from ag.engine.policy import Policy
-from ag.engine.records import Records
 from ag.errors import UserError
 from ag.gates.gate import AttentionGate, AttentionGates
 from ag.gates.memory import GateMemory
@@ -82,7 +81,7 @@ class Layer:
             memory.settle()
         if not in_decode and batch.ends_prompt:
             memory.reset()
-        batch.notes["logits", self.index] = logits
+        batch.notes.gate_logits[self.index] = logits
 
     def forward(
         self, call: AttentionCall, batch: ForwardBatch, layer_stores: Sequence[KVStore], evictor: Evictor | None
@@ -107,11 +106,9 @@ class Layer:
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
         if self.num_kv_readers and not batch.is_first_pass:
             # later layers attend to these keys too; the last of them evicts
-            key = "kv_readers", self.index
-            readers_left, placed, weights, evictor = batch.notes.get(
-                key, (self.num_kv_readers, placed, weights, evictor)
-            )
-            batch.notes[key] = readers_left - 1, placed, weights, evictor
+            own = self.num_kv_readers, placed, weights, evictor
+            readers_left, placed, weights, evictor = batch.notes.kv_readers.get(self.index, own)
+            batch.notes.kv_readers[self.index] = readers_left - 1, placed, weights, evictor
             if readers_left:
                 return out.to(call.q.dtype)
         elif call.shared:
@@ -124,7 +121,7 @@ class Layer:
                 if last:
                     queries = self._add_past_queries(queries, batch, store, last)
                 if batch.evicting is not None or needs.every_query:
-                    self._score_and_evict(placed, batch, layer_stores, evictor, queries, weights=weights)
+                    self._score_and_evict(placed, batch, layer_stores, evictor, queries, weights)
         decided_later = evictor is not None and self.index in evictor.budgets.pending  # by masks of these slots
         if self.can_expire and not batch.step and not decided_later:  # else ForwardPass.end_pass does it
             self.free_expired_if_many(batch, store)
@@ -144,28 +141,30 @@ class Layer:
         placed = call if store.rotation is None else store.rotation.rotate_call(call, batch, store)
         if not (batch.step or call.shared):  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
-        gate, recent, pages = batch.notes.get(("gate", self.index)), self.visible_unflagged, store.pages(self.index)
+        pages, num_recent = store.pages(self.index), self.visible_unflagged
+        gate = batch.notes.gate_outputs.get(self.index)
         if self.gates is not None:
             gate = gate if call.shared else self._gate_output(batch)
-            recent = None if self._dense(batch) else recent
+            num_recent = None if self._dense(batch) else num_recent
+        flags_act = num_recent is not None
         if not call.shared:
             k, v = (x.to(store.pool.dtype) for x in (placed.k, placed.v))  # autocast
             kv_append(pages, k, v, batch.token_indices, gate)
             if self.num_kv_readers:
-                batch.notes["gate", self.index] = gate
-        if call.mask is not None and recent is not None:
+                batch.notes.gate_outputs[self.index] = gate
+        if call.mask is not None and flags_act:
             raise UserError("Tokens of an image see later ones: expected gates that read a prompt densely.")
-        if batch.is_first_pass and recent is None:  # left-aligned: padding comes last, where no token sees it
+        if batch.is_first_pass and not flags_act:  # left-aligned: padding comes last, where no token sees it
             return call.dense(None, left_padded=False), None, call
-        if batch.is_first_pass and recent and gate is not None:
+        if batch.is_first_pass and num_recent and gate is not None:
             valid = batch.token_indices >= 0 if batch.padded else None
-            arguments = placed.q, placed.k, placed.v, gate, valid, call.scaling, recent
+            arguments = placed.q, placed.k, placed.v, gate, valid, call.scaling, num_recent
             return gated_prefill(*arguments, window=call.window, softmax=call.softmax), None, placed
-        sees_all_held = batch.step and call.window is None and recent is None
+        sees_all_held = batch.step and call.window is None and not flags_act
         needs = None if evictor is None or not batch.step or call.shared else evictor.needs[batch.is_prefill]
         weigh = needs is not None and needs.step_weights and (batch.evicting is not None or bool(needs.every_query))
         query_indices = None if sees_all_held else batch.token_indices
-        options = call.scaling, call.window, recent, call.softmax, weigh
+        options = call.scaling, call.window, num_recent, call.softmax, weigh
         out, weights = paged_attention(placed.q, pages, query_indices, *options)
         return out, weights, placed
 
@@ -175,7 +174,7 @@ class Layer:
 
     def _gate_output(self, batch: ForwardBatch) -> Tensor | None:
         """Return the gate output to store with the new tokens, ``[B, Hkv, T]``; None means that no gate ran."""
-        logits: Tensor | None = batch.notes.pop(("logits", self.index), None)
+        logits = batch.notes.gate_logits.pop(self.index, None)
         if logits is None:
             return None
         assert self.gates is not None
@@ -204,21 +203,19 @@ class Layer:
         batch: ForwardBatch,
         layer_stores: Sequence[KVStore],
         evictor: Evictor,
-        known_records: Records,
     ) -> None:
-        """Evict from a prompt that an earlier pass read.
+        """Evict from a prompt that an earlier pass read, whose records are stored.
 
         Args:
             call: how the layer attends, without new tokens.
             batch: the pass.
             layer_stores: the rows of each layer.
             evictor: decides which tokens are evicted.
-            known_records: records of the layer's slots that the scorer reads beside its own.
         """
         queries = self.observation_window.queries
         assert queries is not None
         with self.watch.running(call.q.device):
-            self._score_and_evict(call, batch, layer_stores, evictor, queries, known_records=known_records)
+            self._score_and_evict(call, batch, layer_stores, evictor, queries)
         self.observation_window.reset()
 
     def _score_and_evict(
@@ -228,16 +225,13 @@ class Layer:
         layer_stores: Sequence[KVStore],
         evictor: Evictor,
         queries: Queries,
-        *,
         weights: Tensor | None = None,
-        known_records: Records | None = None,
     ) -> None:
         """Let the scorer note the pass, and evict from the sequences ``batch.evicting``, if there are some."""
         store = layer_stores[self.index]
         reader = self._reader(call, batch, store, queries, weights)
         slots = reader.cached.shape[2]
         records = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # of no further free slots
-        records |= known_records or {}
         if batch.evicting is not None:
             return evictor.evict(reader, batch, layer_stores, records)
         needs = evictor.needs[batch.is_prefill]
@@ -332,7 +326,7 @@ class Layer:
             store.compact({self.index: keep}, kept[None], spare)
             if uncached is not None:  # they go into other blocks now, which rows may share
                 store.make_room(slice(self.index, self.index + 1), uncached)
-            batch.notes["expired"] = True
+            batch.notes.expired = True
         self.max_length_after_freeing = int(kept.max())
 
     def visible(

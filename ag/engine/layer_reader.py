@@ -123,7 +123,6 @@ class LayerReader:
             decoding=self.decoding,
             records=MappingProxyType(records),
             evicting=evicting,
-            caller_protected=self.caller_protected,
             log_retention=self.log_retention,
             scaling=self.scaling,
             sink_logits=self.softmax.sinks,
@@ -194,16 +193,11 @@ class LayerReader:
         return self.occupied if expired is None else self.occupied & ~expired
 
     @cached_property
-    def age(self) -> Tensor:
-        """``[B, Hkv, N]`` long, the distance of each token to the newest one, undefined on free slots."""
-        return self.lengths[:, None, None] - 1 - self.cached.token_indices
-
-    @cached_property
     def slot_order(self) -> Tensor | None:
         """``[B, Hkv, N]`` long, slots by ascending token index, free slots last. None: they are in this order."""
         if self.cached.in_order:
             return None
-        return order_slots(self.cached.token_indices.masked_fill(~self.occupied, -1))
+        return order_slots(self.cached.token_indices)
 
     @property
     def gate_logits(self) -> Tensor:
@@ -304,8 +298,7 @@ class LayerReader:
         if kind is not None and self.num_new > 1:
             new = slice(self.rotated_queries.shape[2] - self.num_new, None)
             query_indices = self.query_indices[:, new].masked_fill(~self.query_valid[:, new], -1)
-            key_indices = self.cached.token_indices.masked_fill(~self.occupied, -1)
-            arguments = self.rotated_queries[:, :, new], self.keys, query_indices, key_indices, self.scaling
+            arguments = self.rotated_queries[:, :, new], self.keys, query_indices, self.key_indices, self.scaling
             sums = attention_stats(kind, *arguments, self.sliding_window, softmax=self.softmax).float()
             if kind == "sum":
                 return sums

@@ -72,9 +72,10 @@ class Policy:
         return 1 if "every" in parts else next(counted, None)
 
     @cached_property
-    def uses_reconstruction(self) -> bool:
-        """Whether the model repeats a prompt, and the repetition scores its tokens once."""
-        return self.scorer is not None and self.scorer.reconstruction_scorer is not None
+    def reconstruction_scorer(self) -> KVzip | None:
+        """The scorer that lets the model repeat a prompt, which is evicted from once after that. None: no scorer."""
+        scorer = self.scorer.inner if isinstance(self.scorer, Wrapper) else self.scorer
+        return scorer if isinstance(scorer, KVzip) else None
 
     @cached_property
     def same_for_all_heads(self) -> bool:
@@ -115,7 +116,7 @@ class Policy:
     def lookback(self) -> int:
         """Earlier queries of the prompt that a decision needs beside the new ones."""
         needed = max(self.allocator.needs.lookback, 0 if self.scorer is None else self.scorer.needs.lookback)
-        return needed + self.uses_reconstruction  # after a repetition nothing is new
+        return needed + (self.reconstruction_scorer is not None)  # after a repetition nothing is new
 
     def capacity(self, lengths: Tensor) -> Tensor:
         """Return the tokens per KV head ``[B]`` that the budget allows prompts of ``lengths`` ``[B]`` tokens."""

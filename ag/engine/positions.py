@@ -116,7 +116,7 @@ class SlotPositions(KeyRotation):
         """Return the positions after the longest row of each sequence."""
         counted = batch.counts if batch.step else torch.zeros_like(batch.counts)  # a step is counted beforehand
         longest_rows = torch.stack([store.lengths_cpu.amax((0, 2)) for store in stores]).amax(0)
-        batch.notes["longest_rows"] = longest_rows - counted
+        batch.notes.longest_rows = longest_rows - counted
         columns = torch.arange(batch.token_indices.shape[1], device=batch.token_indices.device)
         ends = torch.stack([store.lengths.amax((0, 2)) for store in stores]).amax(0)
         return ends.long()[:, None] + columns
@@ -124,7 +124,9 @@ class SlotPositions(KeyRotation):
     def rotate_call(self, call: AttentionCall, batch: ForwardBatch, store: Any) -> AttentionCall:
         """Rotate new tokens from the positions that the model gave them to the ends of their rows."""
         counted = batch.counts if batch.step else torch.zeros_like(batch.counts)
-        offset = store.lengths_cpu[call.layer] - (counted + batch.notes["longest_rows"])[:, None]
+        longest_rows = batch.notes.longest_rows
+        assert longest_rows is not None
+        offset = store.lengths_cpu[call.layer] - (counted + longest_rows)[:, None]
         call = super().rotate_call(call, batch, store)
         return replace(call, q=self._rotate_rows(call.q, offset), k=self._rotate_rows(call.k, offset))
 

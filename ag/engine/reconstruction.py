@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.cache_state import CacheState
 from ag.engine.evictor import Stopwatch
-from ag.engine.forward_batch import ForwardBatch
+from ag.engine.forward_batch import ForwardBatch, PassNotes
 from ag.engine.recorded_prompt import ReconstructionScores
 from ag.engine.scorers.kvzip import KVzip
 from ag.errors import UserError
@@ -57,7 +57,7 @@ def measure_reconstruction(state: CacheState, batch: ForwardBatch) -> Reconstruc
             "prompt lookup."
         )
     prompts = [ids[valid].tolist() for ids, valid in zip(prompt.ids.cpu(), sequences.mask.cpu(), strict=True)]
-    chunks = [prompt.scorer.inputs(ids) for ids in prompts]
+    chunks = [prompt.scorer.chunks_to_repeat(ids) for ids in prompts]
     _check_reach(state, [max((len(ids) for _, ids in row), default=0) for row in chunks])
     tokens, device = max(map(len, prompts)), setup.pool.device
     zeros = torch.zeros(len(prompts), 1, tokens, dtype=torch.float32, device=device)
@@ -94,7 +94,8 @@ def _evict(state: CacheState, batch: ForwardBatch, result: ReconstructionScores)
     for layer, scores in result.scores.items():
         part, call = state.layers[layer], state.recorded_prompt.calls[layer]
         part.watch = Stopwatch(part.watch.seconds + result.seconds / len(result.scores))
-        part.evict_by_records(call, batch, state.layer_stores, state.evictor, {"repeated": scores})
+        state.layer_stores[layer].put_records(layer, {"repeated": scores})
+        part.evict_by_records(call, batch, state.layer_stores, state.evictor)
     for layer in result.scores:
         state.layer_stores[layer].records[layer] = {}
     state.sequences.note_eviction(everyone, capacity)
@@ -143,7 +144,7 @@ class ReconstructionChunk(Interceptor):
             is_prefill=False,
             ends_prompt=False,
             is_first_pass=False,
-            notes={},
+            notes=PassNotes(),
         )
         position_ids = (first_position.to(device)[:, None] + columns.to(device)).where(valid.to(device), 0)
         self.state.setup.decoder(input_ids=ids.to(device), position_ids=position_ids, gating=self, use_cache=False)

@@ -126,7 +126,7 @@ def _words(setup: CacheSetup) -> dict[str, Any]:
     """Return the arguments of :func:`ag.policy` that make the policy again."""
     cache_policy, options = setup.policy, dict(setup.policy.options)
     inner = getattr(cache_policy.scorer, "inner", cache_policy.scorer)
-    for name in () if inner is None else inner.needs.from_tokenizer:
+    for name in () if inner is None else inner.from_tokenizer:
         options |= {} if (text := getattr(inner, name)) is None else {name: text}
     remade = policy(str(cache_policy.spec), cache_policy.budget, cache_policy.schedule, **options)
     remade = remade if setup.gates is None else remade.trained_with(setup.gates)

@@ -47,13 +47,12 @@ class Needs:
     Attributes:
         keys: the cached keys.
         values: the cached values.
-        key_indices: the token index of each slot.
+        key_indices: the token index of each slot, and with it ``age``.
         occupied: the slots that hold a token.
         key_valid: the occupied slots whose token a later query can see.
-        age: the distance of each token to the newest one.
         slot_order: the slots in the order of their tokens.
         gate_logits: the logits of the layer's gate.
-        queries: the queries without their rotation. They need ``rotations``.
+        queries: the queries without their rotation, and ``rotate``; the model then needs a known RoPE.
         output_projection: the attention's output projection, which not every model shows.
         attention_sums: attention weights, summed over all new queries ("new") or over the last ``n`` queries of each
             sequence. None: not needed, as in the next three.
@@ -66,10 +65,8 @@ class Needs:
             these. Empty: ``note`` is called only before a score.
         lookback: earlier queries that a decision needs beside the new ones.
         observers: width of the observation window; an allocator may measure in it too. None: the scorer has none.
-        rotations: the scorer reads ``queries`` or calls ``rotate``; the model then needs a known RoPE.
         steady: each step scores by equal operations on equal memory, without a wait for the device: a CUDA graph can
             record it.
-        from_tokenizer: options that :meth:`Scorer.with_tokenizer` fills in.
 
     Raises:
         UserError: ``every_query`` is not a tuple of declared inputs.
@@ -80,7 +77,6 @@ class Needs:
     key_indices: bool = False
     occupied: bool = False
     key_valid: bool = False
-    age: bool = False
     slot_order: bool = False
     gate_logits: bool = False
     queries: bool = False
@@ -94,9 +90,7 @@ class Needs:
     every_query: tuple[str, ...] = ()
     lookback: int = 0
     observers: int | None = None
-    rotations: bool = False
     steady: bool = False
-    from_tokenizer: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (isinstance(self.every_query, tuple) and {*self.every_query} <= {*self.declared}):
@@ -130,7 +124,6 @@ class ScorerInputs:
         decoding: whether the prompt is over.
         records: tensors ``[..., N]`` by name that the scorer noted; tokens without a record have 0. Read-only.
         evicting: ``[B]`` bool, the sequences to evict from after this pass. None: no sequence.
-        caller_protected: ``[B, M]`` bool by token index, tokens that the caller protects. None: no token.
         log_retention: whether ``gate_logits`` are logs of the share of a token's worth that each new token leaves.
         scaling: factor of the attention logits.
         sink_logits: ``[H]``, the model's sink logits. None: the model has none.
@@ -146,7 +139,6 @@ class ScorerInputs:
         key_indices: ``[B, Hkv, N]`` long, the token index of each slot, undefined on free slots.
         occupied: ``[B, Hkv, N]`` bool, the slots that hold a token.
         key_valid: ``[B, Hkv, N]`` bool, the occupied slots whose token has not left the model's sliding window.
-        age: ``[B, Hkv, N]`` long, 0 for the newest token of a sequence, 1 for the token before it.
         slot_order: ``[B, Hkv, N]`` long, slots by ascending token index, free slots last. None: they are in this order.
         gate_logits: ``[B, Hkv, N]`` float32, with the gate's bias; the largest number if no gate ran on the token.
         queries: the queries without their rotation.
@@ -164,7 +156,6 @@ class ScorerInputs:
     decoding: bool
     records: Mapping[str, Tensor]
     evicting: Tensor | None
-    caller_protected: Tensor | None
     log_retention: bool
     scaling: float
     sink_logits: Tensor | None
@@ -177,7 +168,6 @@ class ScorerInputs:
     key_indices: Tensor = field(init=False, repr=False)
     occupied: Tensor = field(init=False, repr=False)
     key_valid: Tensor = field(init=False, repr=False)
-    age: Tensor = field(init=False, repr=False)
     slot_order: Tensor | None = field(init=False, repr=False)
     gate_logits: Tensor = field(init=False, repr=False)
     queries: UnrotatedQueries = field(init=False, repr=False)
@@ -187,9 +177,15 @@ class ScorerInputs:
     attention_logits: QueryRows = field(init=False, repr=False)
     attention_moments: tuple[Tensor, Tensor] = field(init=False, repr=False)
 
+    @property
+    def age(self) -> Tensor:
+        """``[B, Hkv, N]`` long, 0 for the newest token of a sequence, 1 for the token before; from ``key_indices``."""
+        return self.lengths[:, None, None] - 1 - self.key_indices
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            name = "key_indices" if name == "age" else name  # from which the property is computed
             if name not in DECLARABLE:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             raise UndeclaredInputError(

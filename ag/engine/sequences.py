@@ -35,8 +35,8 @@ class SequenceState:
     text_len: Tensor  # tokens of the prompt when its first part came
     #: Tokens at the last eviction, or at the last removal of hidden tokens; :meth:`crop` goes back no further.
     evicted_at: Tensor
-    #: Tokens that can no longer be taken back: the tokens of the prompt, and of all passes but the last. In a sequence
-    #: that had no token in the last pass these are all of its tokens.
+    #: Length of the prefix that :meth:`crop` cannot remove once a layer freed hidden tokens: the prompt, and every pass
+    #: before the last. Of a sequence that had no token in the last pass it is the whole.
     settled: Tensor
     #: Tokens held per KV head, on average, as the schedule counts them.
     num_held: Tensor
@@ -251,7 +251,7 @@ class SequenceState:
         After the prompt that happens whenever it holds its budget and an interval more.
         """
         policy = self.policy
-        if capacity is None or policy.uses_reconstruction or not (is_prefill or policy.steps):
+        if capacity is None or policy.reconstruction_scorer is not None or not (is_prefill or policy.steps):
             return None
         if is_prefill:
             tokens = self.num_tokens + counts

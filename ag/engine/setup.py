@@ -79,8 +79,8 @@ class CacheSetup:
             policy = _fitted(model, gates, policy)
         attachment = instrument(model)  # from now on the model's hooks call the cache's interceptor
         _check_needs(policy, decoder)
-        turned = ROTATIONS.get(policy.positions)
-        rotation = None if turned is None else turned(decoder)
+        rotation_class = ROTATIONS.get(policy.positions)
+        rotation = None if rotation_class is None else rotation_class(decoder)
         config = decoder.config
         heads, windowed = kv_heads(config), fingerprint(config)["windowed_layers"]
         held_type = decoder.dtype if rotation is None else rotation.dtype(decoder.dtype)
@@ -163,7 +163,7 @@ def _check_needs(policy: Policy, decoder: Any) -> None:
         )
     if policy.scorer is None:
         return
-    if policy.uses_reconstruction:
+    if policy.reconstruction_scorer is not None:
         check_one_position_per_token(decoder, repr(policy))
         if not states_go_on(decoder):
             raise UserError(
@@ -171,7 +171,7 @@ def _check_needs(policy: Policy, decoder: Any) -> None:
                 "layers that forget in such a pass what they read before it: expected a policy without a repetition; "
                 "use another policy."
             )
-    if policy.scorer.needs.rotations:
+    if policy.scorer.needs.queries:
         check_rotations(decoder, repr(policy), "Use another policy.")
     for attention in attentions_of(decoder) if policy.scorer.needs.output_projection else ():
         output_projection(attention)

@@ -80,7 +80,7 @@ def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
         cache.states.load(_moved(state["states"], cache.setup.pool.device))
     _require("budgets", (state["budgets"] is None) == (cache.evictor is None))
     if cache.evictor is not None:
-        cache.evictor.budgets.load_state_dict(_moved(state["budgets"], cache.setup.pool.device))
+        cache.evictor.budgets.load_state_dict(_moved(state["budgets"], torch.device("cpu")))
         over = cache.evictor.budgets.over_budget
         _require("over_budget", over is None or over.shape == (batch,))
 

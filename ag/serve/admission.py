@@ -120,9 +120,9 @@ class Admission:
 
     def _reconstruction_tokens(self, request: Request) -> int:
         """Return how many tokens of a reconstruction pass are cached at once beside the prompt."""
-        reconstruction_scorer = None if self.policy.scorer is None else self.policy.scorer.reconstruction_scorer
-        inputs = [] if reconstruction_scorer is None else reconstruction_scorer.inputs([*request.tokens])
-        return max((len(repeated_tokens) for _, repeated_tokens in inputs), default=0)
+        scorer = self.policy.reconstruction_scorer
+        chunks = [] if scorer is None else scorer.chunks_to_repeat([*request.tokens])
+        return max((len(repeated_tokens) for _, repeated_tokens in chunks), default=0)
 
     def _blocks(self, tokens: int, unevicted: int, expired_slack: int) -> int:
         """Return the blocks of all layers.

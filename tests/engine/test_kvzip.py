@@ -72,7 +72,7 @@ def scores_of(monkeypatch):
     found, score = {}, KVzip.score
 
     def recording(self, seen):
-        found[seen.layer] = score(self, seen)
+        found[seen.layer] = score(self, seen).clone()  # the eviction moves the records
         return found[seen.layer]
 
     monkeypatch.setattr(KVzip, "score", recording)
@@ -174,12 +174,12 @@ def test_embeddings_drafts_and_windows_are_refused(tiny_llama, tiny_mistral):
 
 def test_the_rows_that_are_read():
     scorer = KVzip(sinks=2, chunk=3, overlap=7, ask="90", ask_part="80 81", answer="70")
-    assert scorer.inputs(list(range(9))) == [
+    assert scorer.chunks_to_repeat(list(range(9))) == [
         (range(2, 5), [90, 70, 2, 3, 4]),
         (range(5, 8), [80, 81, 2, 3, 4, 70, 5, 6, 7]),  # the chunk before has 3 tokens
         (range(8, 9), [80, 81, 5, 6, 7, 70, 8]),
     ]
-    assert KVzip(sinks=4).inputs([1, 2, 3]) == []
+    assert KVzip(sinks=4).chunks_to_repeat([1, 2, 3]) == []
 
 
 # ---- what a repetition leaves behind, and what it needs

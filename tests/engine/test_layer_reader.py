@@ -83,6 +83,8 @@ def test_an_input_that_is_not_declared_is_refused_with_its_name(scene):
     assert torch.equal(inputs.keys.double(), scene.k)
     with refuses(UndeclaredInputError, "inputs.values", "add values to the Needs"):
         _ = inputs.values
+    with refuses(UndeclaredInputError, "inputs.key_indices", "add key_indices to the Needs"):
+        _ = inputs.age
     assert not hasattr(inputs, "values")
     for names in (("values",), True):
         with refuses(UserError, f"every_query={names!r}", "('keys',)"):

@@ -108,6 +108,7 @@ REFUSED = [
     ("h2o", {"recent": 10**23} | BUDGET, "'h2o' recent=100000000000000000000000 1099511627776"),
     ("tova+caote", {"scope": "layer"} | BUDGET, "scope=layer caote"),
     ("cake", {"tau": "mistral-0.3-7b-32k", "budget": 0.25}, "tau"),
+    ("cake", {"tau": "mistral-0.3-7b-32k", "tau2": 0.5, "budget": 1024}, "tau2=0.5 tau=mistral-0.3-7b-32k tau1"),
     ("kvzip", {"schedule": "every"} | BUDGET, "schedule='every' prefill"),
     ("kvzip", {"ask": "seven"} | BUDGET, "ask='seven' ids"),
     ("h2o+caot", BUDGET, "'caot' 'h2o+caot' vatp, caote?"),

@@ -291,6 +291,17 @@ def test_scores_that_are_not_finite_are_refused_until_the_cache_is_reset(tiny_ll
 # ---- the report
 
 
+@torch.no_grad()
+def test_what_the_last_layer_holds_may_be_asked_before_a_step(tiny_llama):
+    model = tiny_llama()
+    caches = [read(model, ROWS[0][:29], make("h2o", "every", 12)) for _ in range(2)]
+    held = [caches[0].kept_positions(layer)[0] for layer in (-1, 2)]
+    assert all(torch.equal(*heads) for heads in zip(*held, strict=True))
+    for t in range(29, 32):
+        assert torch.equal(*(model(ROWS[0][None, t : t + 1], past_key_values=x).logits for x in caches))
+    assert columns(caches[0]) == columns(caches[1])
+
+
 def test_report(llama):
     cache = EvictionCache(llama, make("h2o@heads", "every", 12))
     policy = "ag.policy('h2o@heads', budget=12, schedule='every')"

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import ag
+from ag import retention
 from ag.engine.allocators.base import Candidates, topk_over_heads
 from ag.engine.evictor import NonFiniteScoreError
 from ag.engine.records import latest
@@ -59,9 +60,8 @@ def scored(scorer, scene):
 
 
 def protected_tokens(scene, scorer, capacity):
-    inputs = scene.inputs(scorer)
-    inputs.key_indices = scene.reader.key_indices  # as in the engine, whatever the scorer declares
-    mask = scorer.protected(inputs, torch.tensor(capacity))
+    limits, reader = scorer.limits(torch.tensor(capacity)), scene.reader
+    mask = retention.protected_mask(reader.key_indices, reader.lengths, *limits)
     return {(b, g): [p for i, p in enumerate(scene.held[b][g]) if mask[b, g, i]] for b, g in scene.places()}
 
 
@@ -276,25 +276,20 @@ def test_scores_by_query_head_are_not_negative_and_cover_every_token(name):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sevenths(KNorm):
-    """Protects every seventh token, which no numbers of first and newest ones say."""
+class Whole(KNorm):
+    """Scores by whole numbers."""
 
-    def protected(self, inputs, capacity):
-        return inputs.key_indices % 7 == 0
+    def score(self, inputs):
+        return super().score(inputs).long()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("allocator", ["uniform"])
-def test_what_a_scorer_protects_in_its_own_way_stays(tiny_llama, allocator):
+@pytest.mark.parametrize("allocator", ["uniform", "heads"])
+def test_a_score_of_whole_numbers_is_refused(tiny_llama, allocator):
     model = tiny_llama()
-    policy = replace(ag.policy(f"knorm@{allocator}", 12, "every"), scorer=Sevenths())
-    cache, ids = ag.EvictionCache(model, policy), torch.arange(3, 43)[None]
-    model(ids[:, :30], past_key_values=cache)
-    for t in range(30, 40):
-        model(ids[:, t : t + 1], past_key_values=cache)
-    held = [head for layer in columns(cache) for head in layer[0]]
-    assert all({0, 7, 14, 21, 28, 35} <= {*head} for head in held)
-    assert sum(map(len, held)) == 3 * 2 * 12
+    policy = replace(ag.policy(f"knorm@{allocator}", 12), scorer=Whole())
+    with refuses(UserError, "Whole.score", "torch.int64 [1, 2, 30]", "layer 0", "torch.float32"):
+        model(torch.arange(3, 33)[None], past_key_values=ag.EvictionCache(model, policy))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -343,6 +343,16 @@ def test_a_refused_pass_leaves_the_cache_outside_of_inference_mode(tiny_llama):
         logits(model, IDS[:, :1], cache)
 
 
+@torch.no_grad()
+def test_a_refused_crop_leaves_the_cache_outside_of_inference_mode(tiny_llama):
+    model = tiny_llama()
+    cache = ag.EvictionCache(model, "h2o", 10)
+    logits(model, IDS, cache)
+    with torch.inference_mode(), refuses(UserError, "crop at most 0"):
+        cache.crop(-5)
+    logits(model, IDS[:, :1], cache)
+
+
 CHANGED = {
     "copied": lambda cache: copy.deepcopy(cache),
     "cropped": lambda cache: cache.crop(-2),

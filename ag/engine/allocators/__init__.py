@@ -1,4 +1,4 @@
-"""The allocators by name: to add one, write its file and a line here."""
+"""The allocators by name: to add one, write its file, a line here and a row of SHIPPED in ag/config/policies.py."""
 
 from ag.engine.allocators.base import Allocator as Allocator
 from ag.engine.allocators.global_ import Global

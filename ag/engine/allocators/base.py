@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -119,8 +118,8 @@ class LayerBudgets(Attributes):
         kv_heads: KV heads of each layer of the model.
         pending: by layer, the candidates that later layers may still evict.
         pending_by_first: by layer, the pending candidates that the first score alone would keep; layers compete.
-        settled: by layer, tokens ``[B]`` kept at the end of the prompt, which also bound the layer while decoding. They
-            count per KV head, or summed over the heads if layers compete for tokens.
+        settled: by layer, tokens kept at the end of the prompt, ``[B]`` long on the CPU, which also bound the layer
+            while decoding. They count per KV head, or summed over the heads if layers compete for tokens.
         over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected. None:
             no decision yet.
     """
@@ -142,7 +141,8 @@ class LayerBudgets(Attributes):
         """
         fitted = (candidates.prompt_lengths <= candidates.capacity) | ~candidates.evicting
         budget = budget.where(~fitted, candidates.capacity if mean is None else mean)
-        self.settled[layer] = budget.where(candidates.evicting, self.settled.get(layer, budget))
+        budget, evicting = budget.cpu(), candidates.evicting.cpu()
+        self.settled[layer] = budget.where(evicting, self.settled.get(layer, budget))
 
     def join(self, other: LayerBudgets, batch: int, added: int) -> None:
         """Append the budgets of another batch of ``added`` sequences to these budgets of ``batch`` sequences."""
@@ -154,7 +154,7 @@ class LayerBudgets(Attributes):
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
-        self.settled = {layer: x[indices.to(x.device)] for layer, x in self.settled.items()}
+        self.settled = {layer: x[indices.cpu()] for layer, x in self.settled.items()}
         self.over_budget = None if self.over_budget is None else self.over_budget[indices.cpu()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ class LayerBudgets(Attributes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Allocator(ABC):
+class Allocator:
     """Shares the budget among layers and heads; its fields are its options."""
 
     #: Whether the heads of a layer compete with each other, also while decoding.
@@ -195,31 +195,22 @@ class Allocator(ABC):
         """Return the layer's preference at the end of the prompt, ``[B]`` float64. None: layers have no preference."""
         return None
 
-    @abstractmethod
-    def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
-        """Return masks ``[B, Hkv, N]`` of the prompt tokens to keep, of this and of earlier layers that lose tokens.
-
-        The method notes the layer's budget in ``budgets``.
-        """
-
-    def keep_in_decode(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
-        """Return the mask ``[B, Hkv, N]`` of the tokens that a layer keeps while decoding."""
-        return candidates.keep(budgets.settled[layer])
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerAllocator(Allocator):
-    """An allocator that computes the budget of each layer by itself."""
-
-    @abstractmethod
     def layer_budget(self, candidates: Candidates, layer_number: int, layers: int) -> Tensor:
         """Return the tokens per KV head ``[B]`` that a layer keeps at the end of the prompt, or of a block of it.
 
         ``layer_number`` is its number among the ``layers`` that share the budget.
         """
+        return candidates.capacity
 
     def keep(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> dict[int, Tensor]:
-        """Return the mask of the layer's budget."""
+        """Return masks ``[B, Hkv, N]`` of the prompt tokens to keep, of this and of earlier layers that lose tokens.
+
+        The method notes the layer's budget in ``budgets``. Here each layer keeps its own :meth:`layer_budget`.
+        """
         budget = self.layer_budget(candidates, budgets.layers.index(layer), len(budgets.layers))
         budgets.set_prompt_budget(layer, candidates, budget)
         return {layer: candidates.keep(budget)}
+
+    def keep_in_decode(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
+        """Return the mask ``[B, Hkv, N]`` of the tokens that a layer keeps while decoding."""
+        return candidates.keep(budgets.settled[layer].to(candidates.score.device))

@@ -60,8 +60,14 @@ class Preference(Allocator):
         """Look the temperatures of ``tau`` up, and observe in the scorer's window."""
         completed: dict[str, Any] = {} if window is None else {"observers": window}
         completed |= {name: value for name, value in options_given.items() if name != "tau"}
-        if options_given.get("tau") is not None:
-            completed["tau1"], completed["tau2"] = published_tau(str(options_given["tau"]), budget)
+        if (tau := options_given.get("tau")) is not None:
+            for name in ("tau1", "tau2"):
+                if name in completed:
+                    raise UserError(
+                        f"Preference: {name}={completed[name]} beside tau={tau}, which stands for the published tau1 "
+                        "and tau2: expected one of both; leave the other out."
+                    )
+            completed["tau1"], completed["tau2"] = published_tau(str(tau), budget)
         return completed
 
     @cached_property
@@ -71,7 +77,7 @@ class Preference(Allocator):
             attention_rows=self.observers,
             attention_moments=self.observers,
             occupied=True,
-            age=True,
+            key_indices=True,
             lookback=self.observers - 1,
         )
 

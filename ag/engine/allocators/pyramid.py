@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ag.engine.allocators.base import Candidates, LayerAllocator
+from ag.engine.allocators.base import Allocator, Candidates
 from ag.engine.allocators.rounding import largest_remainder
 from ag.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pyramid(LayerAllocator):
+class Pyramid(Allocator):
     """Layers share along a line that descends from the first to the last.
 
     Source: "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling", code KVCache-Factory.

@@ -1,4 +1,4 @@
-"""The scorers by name: to add one, write its file and a line here."""
+"""The scorers by name: to add one, write its file, a line here and a row of SHIPPED in ag/config/policies.py."""
 
 from ag.engine.scorer_inputs import Needs as Needs
 from ag.engine.scorer_inputs import ScorerInputs as ScorerInputs

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag import retention
 from ag.engine.records import Records
 from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.errors import require
@@ -38,6 +37,8 @@ class Scorer(ABC):
     alone: ClassVar[str] = ""
     #: The allocator that goes with this scorer if the policy names none.
     default_allocator: ClassVar[str] = "uniform"
+    #: Options that :meth:`with_tokenizer` fills in.
+    from_tokenizer: ClassVar[tuple[str, ...]] = ()
     #: Whether gates give the score: the gates of a folder that the policy names, else the gates attached to the model.
     #: Without a budget, wrapper and allocator their flags decide.
     reads_gates: ClassVar[bool] = False
@@ -81,11 +82,6 @@ class Scorer(ABC):
         """Whether the score of a token is equal in all KV heads, if these hold equal tokens in equal slots."""
         return False
 
-    @property
-    def reconstruction_scorer(self) -> Any:
-        """The scorer that lets the model repeat a prompt, which is evicted from once after that. None: no scorer."""
-        return None
-
     def note(self, inputs: ScorerInputs, records: Records) -> None:
         """Record what must survive from pass to pass, as tensors ``[..., N]`` by name.
 
@@ -124,14 +120,6 @@ class Scorer(ABC):
         ``capacity`` ``[B]`` long is the tokens per KV head that the budget allows, on average over layers.
         """
         return self.sinks, self.recent
-
-    def protected(self, inputs: ScorerInputs, capacity: Tensor) -> Tensor:
-        """Return ``[B, Hkv or 1, N]`` bool, the tokens that :meth:`limits` and the caller protect.
-
-        Here ``inputs.key_indices`` exist whatever the scorer declares.
-        """
-        limits = self.limits(capacity)
-        return retention.protected_mask(inputs.key_indices, inputs.lengths, *limits, inputs.caller_protected)
 
 
 @dataclass(frozen=True, kw_only=True)

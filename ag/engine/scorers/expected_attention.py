@@ -71,7 +71,6 @@ class ExpectedAttention(Scorer):
             key_valid=True,
             every_query=every_query,
             lookback=self.window,
-            rotations=True,
         )
 
     @classmethod

@@ -65,8 +65,7 @@ class Gates(Scorer):
         """Return the logit, or the log of a token's remaining worth."""
         if not inputs.log_retention:
             return inputs.gate_logits
-        age = inputs.lengths[:, None, None] - 1 - inputs.key_indices
-        return inputs.gate_logits.clamp_max(0.0) * (age + 2)  # the log of 1 if no gate ran
+        return inputs.gate_logits.clamp_max(0.0) * (inputs.age + 2)  # the log of 1 if no gate ran
 
     def weight(self, inputs: ScorerInputs, score: Tensor) -> Tensor:
         """Return the probability, or the log of a token's remaining worth."""

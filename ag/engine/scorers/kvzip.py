@@ -54,11 +54,12 @@ class KVzip(Scorer):
     answer: str | None = None
 
     default_allocator: ClassVar[str] = "global"
+    from_tokenizer: ClassVar[tuple[str, ...]] = ("ask", "ask_part", "answer")
 
     @cached_property
     def needs(self) -> Needs:
-        """Instructions, and under KVzip+ the output projection."""
-        return Needs(key_indices=True, output_projection=self.normalize, from_tokenizer=("ask", "ask_part", "answer"))
+        """The token indices, and under KVzip+ the output projection."""
+        return Needs(key_indices=True, output_projection=self.normalize)
 
     @classmethod
     def wrapped(cls, by_head: bool) -> Mapping[str, tuple[Any, str]]:
@@ -70,14 +71,14 @@ class KVzip(Scorer):
         super().__post_init__()
         require(self, "chunk", self.chunk >= 1, "1 or more")
         require(self, "overlap", self.overlap >= 0, "0 or more")
-        for name in self.needs.from_tokenizer:
+        for name in self.from_tokenizer:
             text = getattr(self, name)
             if text is not None and not all(part.isdecimal() for part in text.split()):
                 raise UserError(f"KVzip: {name}={text!r:.60}: expected token ids separated by blanks, such as 17 4 9.")
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the scorer with the instructions that it was not given, in the tokens of a tokenizer."""
-        instructions = zip(self.needs.from_tokenizer, (ASK, ASK_PART, answer_of(tokenizer)), strict=True)
+        instructions = zip(self.from_tokenizer, (ASK, ASK_PART, answer_of(tokenizer)), strict=True)
         ids: dict[str, Any] = {
             name: " ".join(map(str, tokenizer(text, add_special_tokens=False)["input_ids"]))
             for name, text in instructions
@@ -85,17 +86,12 @@ class KVzip(Scorer):
         }
         return replace(self, **ids)
 
-    @property
-    def reconstruction_scorer(self) -> KVzip:
-        """The scorer itself."""
-        return self
-
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return the largest weight; 0 for tokens that were not repeated."""
         scores = inputs.records.get("repeated")
         return torch.zeros_like(inputs.key_indices, dtype=torch.float32) if scores is None else scores
 
-    def inputs(self, context: list[int]) -> list[tuple[range, list[int]]]:
+    def chunks_to_repeat(self, context: list[int]) -> list[tuple[range, list[int]]]:
         """Return the chunks of a prompt's token ids ``context``, each with the ids that repeat it."""
         instructions = self.ask, self.ask_part, self.answer
         ask, ask_part, answer = ([int(x) for x in (text or "").split()] for text in instructions)

@@ -58,7 +58,6 @@ class RKV(Scorer):
             keys=True,
             key_indices=True,
             key_valid=True,
-            age=True,
             slot_order=True,
             lookback=self.window - 1,
             observers=self.window,

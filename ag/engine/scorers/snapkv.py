@@ -44,7 +44,7 @@ class SnapKV(RowScorer):
         return Needs(
             attention_sums=self.window,
             key_valid=True,
-            age=True,
+            key_indices=True,
             slot_order=True,
             lookback=self.window - 1,
             observers=self.window,

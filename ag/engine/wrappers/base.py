@@ -62,11 +62,6 @@ class Wrapper(Scorer):
         """Let the inner scorer record."""
         self.inner.note(inputs, records)
 
-    @property
-    def reconstruction_scorer(self) -> Any:
-        """The inner scorer, if it lets the model repeat the prompt."""
-        return self.inner.reconstruction_scorer
-
     def with_tokenizer(self, tokenizer: Any) -> Self:
         """Return the wrapper on an inner scorer with the instructions of a tokenizer."""
         return replace(self, inner=self.inner.with_tokenizer(tokenizer))
