@@ -351,7 +351,8 @@ class Evictor:
 def _by_rule(score: Tensor, token_index: Tensor, reader: LayerReader, counts: KeepCounts) -> Tensor:
     """Return a score ``[..., B, Hkv, N]`` with +inf for protected tokens and -inf for expired ones."""
     lengths, window = reader.lengths, reader.sliding_window
-    protected = retention.protected_mask(token_index, lengths, *counts.sinks_recent, reader.caller_protected)
+    sinks, recent = counts.sinks_recent.unbind()
+    protected = retention.protected_mask(token_index, lengths, sinks, recent, reader.caller_protected)
     expired = None if window is None else retention.expired_mask(token_index, lengths, window)
     return retention.eviction_score(score, protected, expired)
 

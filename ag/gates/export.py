@@ -434,7 +434,8 @@ def check_adapter(target: Path, adapter: PeftModel) -> None:
 
     if ADAPTER_NAME not in adapter.peft_config:
         raise ExportError(f"{target.name}: adapters {list(adapter.peft_config)}: expected one named {ADAPTER_NAME!r}.")
-    check_type(f"{target.name}: the adapter {ADAPTER_NAME!r}", adapter.peft_config[ADAPTER_NAME].peft_type.value)
+    peft_type: Any = adapter.peft_config[ADAPTER_NAME].peft_type
+    check_type(f"{target.name}: the adapter {ADAPTER_NAME!r}", peft_type.value)
     check_written(target, adapter)
     written = {x.data_ptr() for x in get_peft_model_state_dict(adapter, save_embedding_layers=False).values()}
     unwritten = [name for name, x in adapter.named_parameters() if x.requires_grad and x.data_ptr() not in written]

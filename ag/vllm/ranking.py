@@ -39,6 +39,11 @@ class RowInputs:
         """Which slots hold a token."""
         return self.key_indices >= 0
 
+    @property
+    def age(self) -> Tensor:
+        """The distance of each token to the newest one."""
+        return self.lengths[:, None, None] - 1 - self.key_indices
+
 
 @dataclass(frozen=True)
 class Candidates:
