@@ -134,14 +134,15 @@ def kernels(config: DoctorConfig) -> Finding:
         return Finding("kernels", f"AG_KERNELS={forced} chooses the versions", "unset AG_KERNELS for the fastest ones")
     from ag.kernels import native
 
-    found = {name: import_module(f"ag.kernels.{name}.cpu").KERNEL for name in COMPILED}
+    by_name = {name: import_module(f"ag.kernels.{name}.cpu").KERNEL for name in COMPILED}
     if not config.compile:
-        place = native.find_compiler(), home() / "kernels"
-        missing = [name for name, kernel in found.items() if not native.target(kernel.source, *place).is_file()]
+        compiler, folder = native.find_compiler(), home() / "kernels"
+        libraries = {name: native.target(kernel.source, compiler, folder) for name, kernel in by_name.items()}
+        missing = [name for name, library in libraries.items() if not library.is_file()]
         fix = f"{', '.join(missing)} will be compiled at first use, in some seconds: leave compile=false out"
-        text = f"{len(COMPILED) - len(missing)} of {len(COMPILED)} in {home() / 'kernels'}"
+        text = f"{len(COMPILED) - len(missing)} of {len(COMPILED)} in {folder}"
         return Finding("kernels", text, fix if missing else None)
-    if reasons := [reason for kernel in found.values() if (reason := kernel.unavailable("cpu"))]:
+    if reasons := [reason for kernel in by_name.values() if (reason := kernel.unavailable("cpu"))]:
         return Finding(
             "kernels",
             f"CPU kernels run in PyTorch, which is slower: {reasons[0]}",

@@ -126,7 +126,8 @@ class Evictor:
     ) -> None:
         """Let the scorer record the pass, and evict the tokens that exceed the budget.
 
-        If layers compete, earlier layers lose tokens too. In a counted step the last layer evicts from all layers.
+        If layers compete, earlier layers lose tokens too. In a counted step each layer keeps its score, and the last
+        layer evicts from all of them, without a wait for the device.
 
         Args:
             reader: gives the scorer's inputs of the layer.
@@ -136,12 +137,20 @@ class Evictor:
         """
         assert batch.evicting is not None
         store = layer_stores[reader.layer]
-        if batch.step and self.step_is_counted:
-            self._evict_in_step(reader, batch, store, records)
-        elif self._host_counts_prompt if batch.is_prefill else self._host_counts_decode:
-            self._evict_counted(reader, batch, store, records)
-        else:
-            self._evict_by_masks(reader, batch, layer_stores, records)
+        if not (batch.step and self.step_is_counted):
+            if self._host_counts_prompt if batch.is_prefill else self._host_counts_decode:
+                self._evict_counted(reader, batch, store, records)
+            else:
+                self._evict_by_masks(reader, batch, layer_stores, records)
+            return
+        counts, scores = self._step[store], self._scores[store]
+        scores[reader.layer] = self._note_and_score(reader, batch, records, counts.evicting)
+        store.put_records(reader.layer, records)
+        self._layers_left[store] -= 1
+        if not self._layers_left[store]:
+            token_index = store.pages().token_indices[store.block_table].flatten(-2)  # any number on free slots
+            score = _by_rule(scores, token_index, reader, counts)
+            store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
 
     def _evict_by_masks(
         self, reader: LayerReader, batch: ForwardBatch, layer_stores: Sequence[KVStore], records: Records
@@ -173,17 +182,6 @@ class Evictor:
             nonfinite = self._nonfinite[store] = torch.zeros_like(store.lengths)
         score = _by_rule(score.float(), reader.distinct_indices, reader, counts)
         store.compact({layer: score}, counts.kept, nonfinite=nonfinite[layer])
-
-    def _evict_in_step(self, reader: LayerReader, batch: ForwardBatch, store: KVStore, records: Records) -> None:
-        """Keep the score of a layer; after the last layer evict from all of them, without a wait for the device."""
-        counts, scores = self._step[store], self._scores[store]
-        scores[reader.layer] = self._note_and_score(reader, batch, records, counts.evicting)
-        store.put_records(reader.layer, records)
-        self._layers_left[store] -= 1
-        if not self._layers_left[store]:
-            token_index = store.pages().token_indices[store.block_table].flatten(-2)  # any number on free slots
-            score = _by_rule(scores, token_index, reader, counts)
-            store.compact_all_layers(score, counts.keep_count, self._nonfinite[store])
 
     def _note_and_score(self, reader: LayerReader, batch: ForwardBatch, records: Records, evicting: Tensor) -> Tensor:
         """Let the scorer note the pass, and return its score ``[B, Hkv, N]``.
@@ -340,7 +338,7 @@ class Evictor:
         over = evicting & (num_protected > budget) & (row_lengths.amax(2) > budget)
         if bool(over.any()):
             self._warn_over_budget(over.any(0), num_protected)
-        keep_count = budget.maximum(num_protected)  # as retention.keep_count
+        keep_count = retention.keep_count(budget, num_protected)
         if sliding_window is not None:
             keep_count = keep_count.clamp_max(sliding_window)
         kept = row_lengths.minimum(keep_count[..., None]).where(evicting[:, None], row_lengths)

@@ -6,7 +6,6 @@ import itertools
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
@@ -159,7 +158,7 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
         differing = [name for name in group if group[name].nunique(dropna=False) > 1]
         for key, row in group[differing].iterrows() if differing else ():
             way = ", ".join(f"{name}={value}" for name, value in row.fillna(tables.UNKNOWN).items())
-            cells[key] = _renamed(cells[key], task=f"{task} ({way})")
+            cells[key] = cells[key].renamed(task=f"{task} ({way})")
     policies: dict[tuple[str, str], set[str]] = {}  # by name and task
     for summary, *_ in cells.values():
         policies.setdefault((summary.name, summary.task), set()).add(summary.policy)
@@ -174,7 +173,7 @@ def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
             meaning = cell.summary.policy.replace(f"budget={cell.summary.budget!r}", "")
             of_label += [] if meaning in of_label else [meaning]
             number = of_label.index(meaning) + 1
-            cell = _renamed(cell, label=f"{label} ({folders[key]}{f', {number}' if number > 1 else ''})")
+            cell = cell.renamed(label=f"{label} ({folders[key]}{f', {number}' if number > 1 else ''})")
         task_and_name = cell.summary.task, cell.summary.name
         if task_and_name not in unique or unique[task_and_name].summary.n <= cell.summary.n:
             unique[task_and_name] = cell
@@ -186,10 +185,6 @@ def _folder_names(paths: Sequence[Path]) -> dict[Path, str]:
     folders = dict.fromkeys(path.resolve() for path in paths)
     names = ({path: "/".join(path.parts[-count:]) for path in folders} for count in itertools.count(1))
     return next(each for each in names if len({*each.values()}) == len(each))
-
-
-def _renamed(cell: FinishedCell, **names: str) -> FinishedCell:
-    return cell._replace(summary=replace(cell.summary, **names))  # type: ignore[arg-type]
 
 
 def _data(root: str | None, roots: dict[str, str]) -> str:

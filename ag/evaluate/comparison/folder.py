@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -93,6 +93,10 @@ class FinishedCell(NamedTuple):
     summary: Summary
     outcomes: list[Outcome]  # of its samples; empty if it failed
     views: list[KeptTokens]  # of a few of its prompts
+
+    def renamed(self, **names: str) -> FinishedCell:
+        """Return the cell with other names in its summary: of the task, the policy, or its label."""
+        return self._replace(summary=replace(self.summary, **names))  # type: ignore[arg-type]
 
 
 class Folder:

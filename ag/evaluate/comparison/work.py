@@ -79,11 +79,10 @@ def run_missing_cells(
                         already_repeated = True
                         console.print(f"The data has changed since these results, which are measured again: {names}")
             for asked in cells:  # an earlier command may have given a policy another label
-                stored = finished[asked.key]
-                summary = replace(stored.summary, label=asked.label, policy=repr(asked.policy))
-                if summary != stored.summary:
-                    finished[asked.key] = stored._replace(summary=summary)
-                    folder.append(finished[asked.key])
+                named = finished[asked.key].renamed(label=asked.label, policy=repr(asked.policy))
+                if named != finished[asked.key]:
+                    finished[asked.key] = named
+                    folder.append(named)
         except KeyboardInterrupt:
             state = f"{num_finished} of {len(cells)} cells are in {folder.path}"
             raise KeyboardInterrupt(f"{state}; the same command goes on from there") from None
