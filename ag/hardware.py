@@ -36,6 +36,12 @@ def cpu_features() -> set[str]:
     return set(next(listed, "").split())
 
 
+def lacks_bfloat16() -> bool:
+    """Return whether the processor names its instruction sets, and has none for bfloat16."""
+    features = cpu_features()
+    return bool(features) and not features & {"avx512_bf16", "amx_bf16", "bf16"}
+
+
 def main_memory() -> int:
     """Return the bytes of main memory that this process may use."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

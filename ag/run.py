@@ -185,6 +185,7 @@ def load_base(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
             raise
         raise models.ModelError(f"{error}. {needed}") from error
     (decoder_of if config.train == "lora" else check_attention)(base)  # before the data are read
+    needs.warn_of_slow_bfloat16(config)
     return base, tokenizer
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ag.config import Config
 from ag.errors import UserError
-from ag.hardware import main_memory
+from ag.hardware import lacks_bfloat16, main_memory
 from ag.model import base as models
 from ag.model import configurations
 from ag.training.memory_plan import GIB, TFLOPS, MemoryPlan, duration, plan, steps
@@ -46,6 +46,16 @@ def check_memory(config: Config) -> str:
     return needs
 
 
+def warn_of_slow_bfloat16(config: Config) -> None:
+    """Warn if the run computes in bfloat16 on a processor without instructions for it."""
+    if config.trainer.precision == "bf16-mixed" and not _on_gpu(config) and lacks_bfloat16():
+        print(
+            "ag.fit: warning: trainer.precision=bf16-mixed: this processor has no instructions for bfloat16, and takes "
+            "about three times as long as in float32: use trainer.precision=32-true model.dtype=float32",
+            file=sys.stderr,
+        )
+
+
 def _describe(config: Config, step_plan: MemoryPlan) -> str:
     count, time = steps(config), ""
     if count is not None:
@@ -68,6 +78,10 @@ def _plan(config: Config) -> MemoryPlan | None:
 
 def _memory(config: Config) -> int:
     """Return the bytes of the device that a process trains on."""
-    if config.trainer.accelerator != "cpu" and torch.cuda.is_available():
+    if _on_gpu(config):
         return torch.cuda.get_device_properties(0).total_memory
     return main_memory()
+
+
+def _on_gpu(config: Config) -> bool:
+    return config.trainer.accelerator != "cpu" and torch.cuda.is_available()

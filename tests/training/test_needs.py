@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub.errors import GatedRepoError
 
-from ag import fit
+from ag import fit, hardware
 from ag import plan as command
 from ag.config import Config, ModelConfig
 from ag.config.recipes import recipes, resolve
@@ -129,3 +129,16 @@ def test_a_plan_ends_with_the_time_of_the_run(offline, capsys):
 )
 def test_steps_of_a_run(given, count):
     assert memory_plan.steps(resolve(Config, given)) == count
+
+
+def test_bfloat16_on_a_processor_without_its_instructions_is_a_warning(monkeypatch, capsys):
+    for features, precision, warned in (
+        ({"avx2", "avx512f"}, "bf16-mixed", True),
+        ({"avx2", "avx512f"}, "32-true", False),
+        ({"avx512f", "avx512_bf16"}, "bf16-mixed", False),
+        (set(), "bf16-mixed", False),  # a system that does not name them
+    ):
+        monkeypatch.setattr(hardware, "cpu_features", lambda features=features: features)
+        config = {"recipe": "piqa_sft", "trainer.accelerator": "cpu", "trainer.precision": precision}
+        needs.warn_of_slow_bfloat16(resolve(Config, config))
+        assert ("trainer.precision=32-true" in capsys.readouterr().err) == warned
