@@ -101,7 +101,7 @@ def tokens(folder: Path) -> dict[str, Any]:
     import ag
 
     prompts = [prompts_of(1, length, length)[0] for length in (300, 700, 1500, 3000, 5000, 7000)]
-    found: dict[str, list[list[int]]] = {}
+    answers_by_name: dict[str, list[list[int]]] = {}
     for name, schedule, options in (
         ("eager", "prefill", {"enforce_eager": True}),
         ("graphs", "prefill", {}),
@@ -109,7 +109,7 @@ def tokens(folder: Path) -> dict[str, Any]:
         ("schedule", SCHEDULE, {}),
     ):
         llm = engine(folder, gates=True, schedule=schedule, gpu_memory_utilization=0.5, **options)
-        found[name] = answers(llm, prompts, 16)
+        answers_by_name[name] = answers(llm, prompts, 16)
         llm.llm_engine.engine_core.shutdown()
         del llm
         torch.cuda.empty_cache()
@@ -122,7 +122,7 @@ def tokens(folder: Path) -> dict[str, Any]:
             out = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False, eos_token_id=-1)
             tokens_of_schedule.append(out[0, len(prompt) :].tolist())
     equal, first = {}, {}
-    for name, got in found.items():
+    for name, got in answers_by_name.items():
         pairs = [*zip(got, wanted[SCHEDULE if name == "schedule" else "prefill"], strict=True)]
         equal[name] = sum(x == y for x, y in pairs)
         first[name] = sum(x[:2] == y[:2] for x, y in pairs)
@@ -131,22 +131,22 @@ def tokens(folder: Path) -> dict[str, Any]:
 
 def free(folder: Path) -> dict[str, Any]:
     """Count the free blocks after 40 requests: all must be free."""
-    found = {}
+    free_blocks = {}
     for shares in (False, True):
         llm = engine(folder, gates=True, enable_prefix_caching=shares, gpu_memory_utilization=0.4)
         answers(llm, [prompts_of(1, 300 + 97 * index, index)[0] for index in range(40)], 24)
         num_free, expected = llm.pool.get_num_free_blocks(), llm.pool.num_gpu_blocks - 1  # the null block is never free
         if num_free != expected:
             raise RuntimeError(f"prefix caching {shares}: {num_free} blocks are free at the end: expected {expected}")
-        found[f"prefix caching {shares}"] = num_free
+        free_blocks[f"prefix caching {shares}"] = num_free
         llm.llm_engine.engine_core.shutdown()
         del llm
-    return found
+    return free_blocks
 
 
 def speed(folder: Path, length: int) -> dict[str, Any]:
     """Measure 24 prompts in blocks that hold about eight of them whole."""
-    found = {}
+    speeds = {}
     for gates in (False, True):
         blocks = 8 * (length + 256) // 16
         llm = engine(folder, gates=gates, num_gpu_blocks_override=blocks, max_num_seqs=64, max_model_len=length + 512)
@@ -156,10 +156,10 @@ def speed(folder: Path, length: int) -> dict[str, Any]:
         done = answers(llm, prompts, 128)
         seconds = time.perf_counter() - start
         rate = sum(map(len, done)) / seconds
-        found["gates" if gates else "plain"] = {"at once": llm.most_running, "tokens/s": round(rate, 1)}
+        speeds["gates" if gates else "plain"] = {"at once": llm.most_running, "tokens/s": round(rate, 1)}
         llm.llm_engine.engine_core.shutdown()
         del llm
-    return found
+    return speeds
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
