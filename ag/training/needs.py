@@ -40,20 +40,24 @@ def check_memory(config: Config) -> str:
             f"a device with more, {smaller}trainer.strategy=fsdp2 on several GPUs, or a smaller model. {needs}"
             f"{f' Also, {licence}.' if licence else ''}"
         )
-    if step_plan.total > memory and os.environ.get("LOCAL_RANK", "0") == "0":
-        message = f"a step of full rows may exceed the memory: {device_memory} GiB. {needs}"
-        print(f"ag.fit: warning: {message}", file=sys.stderr)
+    if step_plan.total > memory:
+        _warn(f"a step of full rows may exceed the memory: {device_memory} GiB. {needs}")
     return needs
 
 
 def warn_of_slow_bfloat16(config: Config) -> None:
     """Warn if the run computes in bfloat16 on a processor without instructions for it."""
     if config.trainer.precision == "bf16-mixed" and not _on_gpu(config) and lacks_bfloat16():
-        print(
-            "ag.fit: warning: trainer.precision=bf16-mixed: this processor has no instructions for bfloat16, and takes "
-            "about three times as long as in float32: use trainer.precision=32-true model.dtype=float32",
-            file=sys.stderr,
+        _warn(
+            "trainer.precision=bf16-mixed: this processor has no instructions for bfloat16, and takes about three "
+            "times as long as in float32: use trainer.precision=32-true model.dtype=float32"
         )
+
+
+def _warn(message: str) -> None:
+    """Print a warning; of the processes on one machine only the first prints it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"ag.fit: warning: {message}", file=sys.stderr)
 
 
 def _describe(config: Config, step_plan: MemoryPlan) -> str:
