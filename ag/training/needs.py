@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import torch
 
@@ -12,18 +11,16 @@ from ag.config import Config
 from ag.errors import UserError
 from ag.hardware import lacks_bfloat16, main_memory
 from ag.model import base as models
-from ag.model import configurations
 from ag.training.memory_plan import GIB, TFLOPS, MemoryPlan, duration, plan, steps
-
-SMALL = 8  # a model needs no plan if its files fit this often into the device's memory
+from ag.training.outline import read_values
 
 
 def check_memory(config: Config) -> str:
     """Refuse a run whose base model alone exceeds the memory of a device; warn if its steps may exceed it.
 
     Returns:
-        A sentence with the run's memory and time; empty without a plan: the model is small, or only the hub has its
-        configuration.
+        A sentence with the run's memory and time; empty without a plan: the run replays, its weights are random, or
+        only the hub has the model's configuration.
 
     Raises:
         UserError: with the memory and time that the run needs.
@@ -71,13 +68,10 @@ def _describe(config: Config, step_plan: MemoryPlan) -> str:
 
 
 def _plan(config: Config) -> MemoryPlan | None:
-    """Compute the plan of a run. None: the run replays, the model is small, or only the hub has its geometry."""
-    name, folder = config.model.name, Path(os.path.expanduser(config.model.name))
-    if config.loss.replay:
+    """Compute the plan of a run. None: the run replays, its weights are random, or only the hub has its geometry."""
+    if config.loss.replay or read_values(config.model.name, config.model.revision) is None:
         return None
-    if (folder / "config.json").is_file():
-        return None if models.stored_nbytes(name) * SMALL < _memory(config) else plan(config)
-    return plan(config) if config.model.revision is None and configurations.find(name) else None
+    return plan(config)
 
 
 def _memory(config: Config) -> int:
