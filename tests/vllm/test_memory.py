@@ -5,16 +5,19 @@ import gc
 import pytest
 import torch
 
+from ag.hardware import lacks_bfloat16
 from tests.vllm.conftest import prompts_of
 
 pytest.importorskip("vllm", reason="needs vLLM: bash scripts/vllm_env.sh test")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+FAST_DTYPE = "float32" if lacks_bfloat16() else "bfloat16"
+
 
 def test_twice_as_many_requests_at_once(engine):
     """24 prompts of 600 tokens in 100 blocks of 32 tokens, of which vLLM on a CPU takes no smaller ones."""
     chosen, at_once = prompts_of([600] * 24), {}
-    options = {"dtype": "bfloat16", "block_size": 32, "num_gpu_blocks_override": 100}
+    options = {"dtype": FAST_DTYPE, "block_size": 32, "num_gpu_blocks_override": 100}
     for name, settings in (("whole", None), ("gates", (("gates", "smollm2"), ("budget", 0.3)))):
         with engine(ag=settings, max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=1024, **options) as llm:
             llm.tokens(chosen, 48)
@@ -40,7 +43,7 @@ def test_nothing_stays_of_200_requests(engine, shares):
         max_num_batched_tokens=1024,
         max_model_len=512,
         enable_prefix_caching=shares,
-        dtype="bfloat16",
+        dtype=FAST_DTYPE,
     ) as llm:
         sizes = []
         for start in range(0, 200, 50):  # the first calls fill what libraries keep for themselves
