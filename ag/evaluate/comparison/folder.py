@@ -53,7 +53,7 @@ class Summary:
     too_long: int  # samples left out because they do not fit the model
     too_short: int  # samples left out because they have too few tokens for the task
     cut: int  # samples that lost tokens from their middle, by the rules of LongBench
-    seconds: float  # for all samples
+    seconds: float  # for all samples, without reading the prompts, which cells share
     kv_bytes: float  # allocated after the prompt, or at the end if decoding evicts; mean over samples
     prefill: str  # tokens that later prompt tokens see: dense (all), sparse (kept by gates), blocks:m
     model: str  # hub id or folder
