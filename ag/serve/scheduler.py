@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ag.engine.block_pool import Pool, PoolFullError
 from ag.engine.cache import EvictionCache
 from ag.engine.evictor import NonFiniteScoreError
 from ag.engine.policy import Policy, policy
-from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
 from ag.model.structure import end_tokens
-from ag.serve.admission import Admission, BlockNeed
-from ag.serve.prefix_cache import PrefixCache, key_of
+from ag.serve.admission import BlockNeed
+from ag.serve.batch import Batch, Completion, PrefillJob
+from ag.serve.prefix_cache import PrefixCache
 from ag.serve.request import Reason, Request, Token
 from ag.serve.sampler import Sampler, with_logprobs
 from ag.serve.snapshot import Counts, Running, Snapshot, cached_tokens, memories
@@ -51,84 +49,6 @@ class StoppedError(UserError):
 
 class QueueTimeoutError(UserError):
     """A request waited longer than ``wait_seconds`` for its prefill."""
-
-
-@dataclass(eq=False)
-class _Completion:
-    """A completion that is queued, in prefill, or in the batch."""
-
-    index: int  # number of the completion, in order of submission
-    request: Request
-    stream: Stream  # receives the tokens
-    sampler: Sampler
-    token_ids: Tensor  # ``[T]`` on the CPU: the prompt and the completion so far
-    submitted_at: float  # seconds of the scheduler's clock
-    block_need: BlockNeed  # upper bound of its blocks
-    end_tokens: Set[int]  # ids of tokens that end it
-    batch: _Batch  # the batch that it joins
-    matcher: Any  # its grammar's matcher, which has read the generated tokens; None: free text
-    num_computed_tokens: int = 0  # number of ``token_ids`` in the cache, while in the batch
-
-    @property
-    def prompt(self) -> Tensor:
-        """Ids of the prompt."""
-        return self.token_ids[: len(self.request.tokens)]
-
-    @property
-    def num_generated(self) -> int:
-        """Number of generated tokens."""
-        return len(self.token_ids) - len(self.request.tokens)
-
-    def key(self) -> Tensor:
-        """Return the key of ``token_ids``, see :mod:`ag.serve.prefix_cache`."""
-        rope, num_prompt = self.batch.cache.setup.rope, torch.tensor(len(self.request.tokens))
-        frequencies = 0 if rope is None else int(rope.set_of(num_prompt))
-        return key_of(self.token_ids, self.request.protected_mask(), frequencies)
-
-    def next_token_ids(self, max_drafts: int) -> Tensor:
-        """Return the next ids to read: the first unread token, then up to ``max_drafts`` unread or draft tokens."""
-        token_ids = self.token_ids[self.num_computed_tokens :][: 1 + max_drafts]
-        num_drafts = min(1 + max_drafts - len(token_ids), self.request.max_tokens - self.num_generated - 1)
-        if num_drafts <= 0 or self.num_computed_tokens + len(token_ids) < len(self.token_ids):
-            return token_ids
-        lookup = PromptLookupCandidateGenerator(num_output_tokens=num_drafts, max_length=sys.maxsize)
-        candidates, _ = lookup.get_candidates(cast("Any", self.token_ids[None]))
-        return torch.cat([token_ids, candidates[0, len(self.token_ids) :]])
-
-
-@dataclass(eq=False)
-class _PrefillJob:
-    """A prompt in prefill, chunk by chunk."""
-
-    completions: list[_Completion]  # completions to the prompt
-    cache: EvictionCache  # has read ``num_computed_tokens`` tokens
-    num_computed_tokens: int  # prompt tokens in the cache
-    num_cached_tokens: int  # prompt tokens from a cached prefix
-    cache_prefix_at: int  # length at which the prefix is cached for later prompts; 0: it is not cached
-    #: Prompt tokens with log-probabilities, if these were requested.
-    scored_tokens: list[Token] = field(default_factory=list)
-
-
-class _Batch:
-    """The running completions under one policy, in one cache."""
-
-    def __init__(
-        self, model: PreTrainedModel, policy: Policy, pool: Pool, prefill_tokens: int, prompt_lookup: int
-    ) -> None:
-        self.policy, self.cache = policy, EvictionCache(model, policy, pool=pool)
-        self.step_runner = StepRunner(model, self.cache)
-        state, setup, gates = self.cache.state, self.cache.setup, self.cache.gates
-        croppable = self.cache.is_croppable and state.states is None  # rejected drafts differ by sequence
-        self.max_drafts = prompt_lookup if croppable else 0
-        self.running: list[_Completion] = []  # in order of the cache's sequences
-        moves = policy.positions == "slot" and setup.prompt_sees == "sparse"
-        #: Whether prompts are read in one pass: chunks would be evicted differently, read slowly, or refused.
-        self.whole_prompt = state.sequences.goes_on is False or (
-            gates is not None and (gates.config.scope == "prompt" or moves)
-        )
-        #: None: a prefix's cache depends on later tokens of the prompt, and prefixes are not shared.
-        self.prefixes = None if self.whole_prompt or policy.block is not None else PrefixCache(pool)
-        self.admission = Admission(self.cache, model.config, sys.maxsize if self.whole_prompt else prefill_tokens)
 
 
 class Scheduler:
@@ -180,12 +100,12 @@ class Scheduler:
         self.context_length: int | None = getattr(text_config, "max_position_embeddings", None)
         self._clock, self._indices = clock, count()
         self._last_step_at = -math.inf  # seconds of the clock at the beginning of the last step
-        self._new_batch = partial(_Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
+        self._new_batch = partial(Batch, model, pool=pool, prefill_tokens=prefill_tokens, prompt_lookup=prompt_lookup)
         self._default_batch = self._new_batch(self.policy)
         self._batches = {self.policy: self._default_batch}
         self._masks = Masks(text_config.vocab_size)
-        self._prefill_job: _PrefillJob | None = None
-        self._waiting: deque[list[_Completion]] = deque()  # queued completions, by request
+        self._prefill_job: PrefillJob | None = None
+        self._waiting: deque[list[Completion]] = deque()  # queued completions, by request
         self._hold_admissions = False  # True after a preemption, until a completion leaves the batch
         self._lock = threading.Condition()
         self._stopping = False
@@ -228,7 +148,7 @@ class Scheduler:
         end_tokens, stop_tokens = self.end_tokens_of(request)
         completions = []
         for index in range(request.n):
-            completion = _Completion(
+            completion = Completion(
                 next(self._indices),
                 request,
                 Stream(Detokenizer(self.vocabulary, request), on_event and partial(on_event, index)),
@@ -308,7 +228,7 @@ class Scheduler:
         return bool(self._running or self._prefill_job or self._waiting)
 
     @property
-    def _running(self) -> list[_Completion]:
+    def _running(self) -> list[Completion]:
         """The running completions under all policies."""
         return [completion for batch in [*self._batches.values()] for completion in batch.running]
 
@@ -398,7 +318,7 @@ class Scheduler:
                 "shorten one of them, keep less, or make a larger pool."
             )
 
-    def _admit(self) -> _PrefillJob | None:
+    def _admit(self) -> PrefillJob | None:
         """Start the prefill of the next prompt, from a copy of a cached prefix. None: nothing waits, or blocks lack."""
         with self._lock:
             if not self._waiting:
@@ -424,12 +344,12 @@ class Scheduler:
         cache.expect(torch.ones(1, len(first.prompt), dtype=torch.bool), first.prompt[None])
         cache.protect(first.request.protect)
         cache_prefix_at = cache_prefix_at if cache_prefix_at > num_cached else 0
-        self._prefill_job = _PrefillJob(completions, cache, num_cached, num_cached, cache_prefix_at)
+        self._prefill_job = PrefillJob(completions, cache, num_cached, num_cached, cache_prefix_at)
         return self._prefill_job
 
     # ---- prefill
 
-    def _prefill_chunk(self, job: _PrefillJob, max_tokens: int) -> int:
+    def _prefill_chunk(self, job: PrefillJob, max_tokens: int) -> int:
         """Read a chunk of a prompt; after the last chunk the completions join the batch. Returns the tokens read."""
         first, chunk_end = job.completions[0], job.cache_prefix_at or None
         # after a preemption the stream has the log-probabilities already
@@ -470,7 +390,7 @@ class Scheduler:
         self._prefill_job = None
         return len(chunk)
 
-    def _cache_prefix(self, job: _PrefillJob) -> None:
+    def _cache_prefix(self, job: PrefillJob) -> None:
         """Cache the prefix read so far if the pool also has room for the remaining prompt and its completions."""
         prefix_length, job.cache_prefix_at, first = job.cache_prefix_at, 0, job.completions[0]
         needed_blocks = first.block_need.prefill * (len(first.prompt) - prefix_length) // len(first.prompt)
@@ -480,7 +400,7 @@ class Scheduler:
             first.batch.prefixes.add(first.key()[:prefix_length], deepcopy(job.cache))
 
     def _start_decoding(
-        self, job: _PrefillJob, completion: _Completion, cache: EvictionCache, logits: Tensor, allowed: Tensor | None
+        self, job: PrefillJob, completion: Completion, cache: EvictionCache, logits: Tensor, allowed: Tensor | None
     ) -> None:
         """Sample a completion's first token, unless it was preempted, and add it to the batch."""
         completion.num_computed_tokens = len(completion.request.tokens)
@@ -497,7 +417,7 @@ class Scheduler:
 
     # ---- decoding
 
-    def _decode(self, batch: _Batch) -> None:
+    def _decode(self, batch: Batch) -> None:
         """Decode a token of each completion of a batch, and more tokens where drafts are accepted.
 
         A preempted completion first reads its own tokens again.
@@ -536,7 +456,7 @@ class Scheduler:
             return self._preempt(batch, error, freed=bool(finished)) if batch.running else None
         self._remove(finished)
 
-    def _step(self, batch: _Batch, next_token_ids: list[Tensor]) -> list[Tensor]:
+    def _step(self, batch: Batch, next_token_ids: list[Tensor]) -> list[Tensor]:
         """Read tokens ``[T_i]`` of each completion i. Returns the logits ``[T_i, V]`` on the CPU."""
         width, device = max(map(len, next_token_ids)), self.model.device
         starts = [width - len(token_ids) for token_ids in next_token_ids]  # of the tokens after padding
@@ -550,7 +470,7 @@ class Scheduler:
         return [logits[start:] for logits, start in zip(out.logits.float().cpu(), starts, strict=True)]
 
     def _accept_tokens(
-        self, completion: _Completion, token_ids: Tensor, logits: Tensor, allowed: Iterator[Tensor | None]
+        self, completion: Completion, token_ids: Tensor, logits: Tensor, allowed: Iterator[Tensor | None]
     ) -> bool:
         """Accept the drafts that equal the sampled tokens, and sample the next token. Returns whether it goes on.
 
@@ -566,7 +486,7 @@ class Scheduler:
                 return False
         return True
 
-    def _sample_next(self, completion: _Completion, logits: Tensor, allowed: Tensor | None) -> bool:
+    def _sample_next(self, completion: Completion, logits: Tensor, allowed: Tensor | None) -> bool:
         """Sample the next token of a completion. Returns whether the completion goes on."""
         detokenizer = completion.stream.detokenizer
         try:
@@ -603,7 +523,7 @@ class Scheduler:
 
     # ---- preemption
 
-    def _preempt(self, batch: _Batch, error: PoolFullError, freed: bool = False) -> None:
+    def _preempt(self, batch: Batch, error: PoolFullError, freed: bool = False) -> None:
         """Free the blocks of the newest completion and queue it first. Its tokens are read again later.
 
         A step that failed halfway leaves the whole cache invalid: then all completions of the batch are preempted. A
@@ -629,7 +549,7 @@ class Scheduler:
         for completion in reversed(preempted):
             self._queue_first([completion])
 
-    def _requeue_prompt(self, job: _PrefillJob, error: PoolFullError) -> None:
+    def _requeue_prompt(self, job: PrefillJob, error: PoolFullError) -> None:
         """Free the blocks of a prompt and queue it first. It fails if no running completion can free blocks."""
         self._prefill_job = None
         if not self._running:
@@ -638,7 +558,7 @@ class Scheduler:
         job.cache.reset()
         self._queue_first(job.completions)
 
-    def _queue_first(self, completions: list[_Completion]) -> None:
+    def _queue_first(self, completions: list[Completion]) -> None:
         """Put completions first in the queue, and admit nothing until a completion leaves the batch."""
         self._hold_admissions = True
         with self._lock:
@@ -659,7 +579,7 @@ class Scheduler:
                 self._prefill_job = None
         self._remove([completion for completion in self._running if self._end_if_cancelled(completion)])
 
-    def _end_if_cancelled(self, completion: _Completion, waiting: bool = False) -> bool:
+    def _end_if_cancelled(self, completion: Completion, waiting: bool = False) -> bool:
         """End a completion if it was cancelled or is late. Returns whether it ended."""
         request, seconds = completion.request, self._clock() - completion.submitted_at
         reason: Reason | None = "timeout"
@@ -681,12 +601,12 @@ class Scheduler:
         self._finish(completion, reason, error)
         return True
 
-    def _finish(self, completion: _Completion, reason: Reason | None, error: Exception | None = None) -> None:
+    def _finish(self, completion: Completion, reason: Reason | None, error: Exception | None = None) -> None:
         self.counts.num_ended[reason or "error"] += 1
         completion.stream.reason = reason
         completion.stream.put(error)
 
-    def _remove(self, completions: list[_Completion]) -> None:
+    def _remove(self, completions: list[Completion]) -> None:
         """Remove completions from their batches."""
         for batch in {completion.batch for completion in completions}:
             removed_indices = [index for index, each in enumerate(batch.running) if each in completions]
@@ -695,7 +615,7 @@ class Scheduler:
                 batch.cache.remove(removed_indices)
             self._hold_admissions = False
 
-    def _end_if_nonfinite(self, batch: _Batch) -> bool:
+    def _end_if_nonfinite(self, batch: Batch) -> bool:
         """End a batch's completions if scores since its last check were not finite. Returns whether they ended.
 
         A cache whose sequences change checks its scores too, and would raise.
@@ -707,7 +627,7 @@ class Scheduler:
             return True
         return False
 
-    def _fail(self, completions: list[_Completion], cache: EvictionCache, error: Exception) -> None:
+    def _fail(self, completions: list[Completion], cache: EvictionCache, error: Exception) -> None:
         """End completions with an error of the model or the policy. Queued requests go on."""
         cache.reset()
         traceback.clear_frames(error.__traceback__)  # the streams hold the error, whose frames hold the cache's blocks
