@@ -332,7 +332,7 @@ class Evictor:
         """Return how many tokens layers keep; all tensors are on the host."""
         row_lengths, evicting, prompts = store.lengths_cpu[layers], batch.evicting, batch.prompts
         assert evicting is not None and prompts.capacity is not None and prompts.limits is not None
-        budget = torch.stack([self.budgets.settled.get(layer, prompts.capacity) for layer in layers])
+        budget = torch.stack([self.budgets.layer_budget.get(layer, prompts.capacity) for layer in layers])
         sinks, recent = (torch.as_tensor(x).expand_as(evicting) for x in prompts.limits)
         num_protected = retention.count_protected(batch.num_tokens, sinks, recent, prompts.protected, sliding_window)
         over = evicting & (num_protected > budget) & (row_lengths.amax(2) > budget)

@@ -213,5 +213,7 @@ def test_two_scores_decide_once_too(seed, capacity, protected):
 def test_a_prompt_that_fits_leaves_every_layer_the_mean_of_all_heads():
     fitted = Scripted("global", candidates_of([9] * 3, 12))
     fitted.run()
-    assert {layer: x.tolist() for layer, x in fitted.budgets.settled.items()} == {layer: [24] for layer in range(3)}
+    assert {layer: x.tolist() for layer, x in fitted.budgets.layer_budget.items()} == {
+        layer: [24] for layer in range(3)
+    }
     assert not fitted.budgets.pending and not fitted.budgets.pending_by_first

@@ -177,7 +177,7 @@ FORGED = {
     "other sequences": ("h2o", forge("sequences.mask", lambda x: x[:2])),
     "an attribute more": ("h2o", put("state", "sequences", run=3)),
     "records of other slots": ("h2o", forge("layers.0.records.sums", lambda x: x[..., :-1].contiguous())),
-    "a share too many": ("h2o", put("state", "budgets", settled={"items": [[7, 3]]})),
+    "a share too many": ("h2o", put("state", "budgets", layer_budget={"items": [[7, 3]]})),
     "no layer": ("h2o", lambda head, tensors: head["state"]["layers"].pop("2")),
     "a tensor that is not there": ("h2o", lambda head, tensors: tensors.pop(TOKENS + "values")),
 }

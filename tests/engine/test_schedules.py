@@ -209,7 +209,7 @@ def test_reset_forgets_all_that_was_recorded(llama, name):
     cache = run(llama, policy, ROWS, PROMPTS).cache
     assert any(x > 0 for x in cache.report().seconds)
     cache.reset()
-    assert (cache.state.evictor.budgets.settled, cache.interceptor.batch, cache.seen_tokens, cache.nbytes) == (
+    assert (cache.state.evictor.budgets.layer_budget, cache.interceptor.batch, cache.seen_tokens, cache.nbytes) == (
         {},
         None,
         0,

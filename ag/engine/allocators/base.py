@@ -118,19 +118,19 @@ class LayerBudgets(Attributes):
         kv_heads: KV heads of each layer of the model.
         pending: by layer, the candidates that later layers may still evict.
         pending_by_first: by layer, the pending candidates that the first score alone would keep; layers compete.
-        settled: by layer, tokens kept at the end of the prompt, ``[B]`` long on the CPU, which also bound the layer
+        layer_budget: by layer, tokens kept at the end of the prompt, ``[B]`` long on the CPU. They also bound the layer
             while decoding. They count per KV head, or summed over the heads if layers compete for tokens.
         over_budget: ``[B]`` bool on the CPU, sequences that hold more than the budget because more is protected. None:
             no decision yet.
     """
 
-    STATE: ClassVar[Mapping[str, Any]] = {"layers": Sequence, "settled": dict, "over_budget": Tensor | None}
+    STATE: ClassVar[Mapping[str, Any]] = {"layers": Sequence, "layer_budget": dict, "over_budget": Tensor | None}
 
     layers: list[int]
     kv_heads: Sequence[int]
     pending: dict[int, Candidates] = field(default_factory=dict)
     pending_by_first: dict[int, Candidates] = field(default_factory=dict)
-    settled: dict[int, Tensor] = field(default_factory=dict)
+    layer_budget: dict[int, Tensor] = field(default_factory=dict)
     over_budget: Tensor | None = None
 
     def set_prompt_budget(self, layer: int, candidates: Candidates, budget: Tensor, mean: Tensor | None = None) -> None:
@@ -142,7 +142,7 @@ class LayerBudgets(Attributes):
         fitted = (candidates.prompt_lengths <= candidates.capacity) | ~candidates.evicting
         budget = budget.where(~fitted, candidates.capacity if mean is None else mean)
         budget, evicting = budget.cpu(), candidates.evicting.cpu()
-        self.settled[layer] = budget.where(evicting, self.settled.get(layer, budget))
+        self.layer_budget[layer] = budget.where(evicting, self.layer_budget.get(layer, budget))
 
     def join(self, other: LayerBudgets, batch: int, added: int) -> None:
         """Append the budgets of another batch of ``added`` sequences to these budgets of ``batch`` sequences."""
@@ -150,11 +150,11 @@ class LayerBudgets(Attributes):
         if any(x is not None for x in over):  # one batch may have no decision yet
             sizes = zip(over, (batch, added), strict=True)
             self.over_budget = torch.cat([torch.zeros(n, dtype=torch.bool) if x is None else x for x, n in sizes])
-        self.settled = {layer: torch.cat([x, other.settled[layer]]) for layer, x in self.settled.items()}
+        self.layer_budget = {layer: torch.cat([x, other.layer_budget[layer]]) for layer, x in self.layer_budget.items()}
 
     def select(self, indices: Tensor) -> None:
         """Make the sequences those at ``indices``."""
-        self.settled = {layer: x[indices.cpu()] for layer, x in self.settled.items()}
+        self.layer_budget = {layer: x[indices.cpu()] for layer, x in self.layer_budget.items()}
         self.over_budget = None if self.over_budget is None else self.over_budget[indices.cpu()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,8 +164,8 @@ class LayerBudgets(Attributes):
         self.layers = list(self.layers)
         if self.layers != layers:
             raise ValueError("layers")
-        if not all(layer in layers and isinstance(x, Tensor) for layer, x in self.settled.items()):
-            raise ValueError("settled")
+        if not all(layer in layers and isinstance(x, Tensor) for layer, x in self.layer_budget.items()):
+            raise ValueError("layer_budget")
         if self.over_budget is not None:
             self.over_budget = self.over_budget.cpu()
             if self.over_budget.dtype != torch.bool:
@@ -213,4 +213,4 @@ class Allocator:
 
     def keep_in_decode(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return the mask ``[B, Hkv, N]`` of the tokens that a layer keeps while decoding."""
-        return candidates.keep(budgets.settled[layer].to(candidates.score.device))
+        return candidates.keep(budgets.layer_budget[layer].to(candidates.score.device))

@@ -64,5 +64,5 @@ class Global(Allocator):
 
     def keep_in_decode(self, layer: int, candidates: Candidates, budgets: LayerBudgets) -> Tensor:
         """Return the mask of the layer; each call shares the layer's total among its heads anew."""
-        (keep,) = topk_over_heads([candidates], self.floor, budgets.settled[layer].to(candidates.score.device))
+        (keep,) = topk_over_heads([candidates], self.floor, budgets.layer_budget[layer].to(candidates.score.device))
         return candidates.keep_same_counts(keep)
