@@ -8,8 +8,8 @@ It makes a model with random weights and the geometry of Qwen 2.5 (1.5B), and ga
 - free: all blocks are free after 40 requests, with and without prefix caching;
 - 8k, 32k: requests at once and tokens per second of 24 prompts, against vLLM without gates, in the same blocks.
 
-It needs vLLM 0.32 and a CUDA device. Each row appends a line to ``FOLDER/rows.jsonl``. The exit code is 1 if a row
-failed.
+It needs vLLM 0.32 or 0.33 and a CUDA device. Each row appends a line to ``FOLDER/rows.jsonl``. The exit code is 1 if a
+row failed.
 """
 
 from __future__ import annotations

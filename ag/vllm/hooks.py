@@ -18,8 +18,8 @@ from ag.gates.manifest import ADAPTER_FILES
 from ag.vllm.gate_operator import NAME as OPERATOR
 from ag.vllm.settings import CACHE_TYPES, KEY, PROTECT, Settings, protected_tokens
 
-#: The release of vLLM whose functions this package uses.
-VLLM = "0.32"
+#: The releases of vLLM whose functions this package uses.
+RELEASES = ("0.32", "0.33")
 #: Tells the processes that vLLM starts that the engine evicts.
 ACTIVE = "AG_VLLM_ACTIVE"
 BLOCK_SIZE = 32  # where the user gives none: vLLM's 128 on a CPU would lose half a block at the end of each row
@@ -148,8 +148,10 @@ def prepare(arguments: Any, policy: Policy) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if __version__.split("+")[0].split(".")[:2] != VLLM.split("."):
-        raise UserError(f"vLLM {__version__}: expected {VLLM}.*, whose functions ag uses; pip install 'ag[vllm]'.")
+    if ".".join(__version__.split(".")[:2]) not in RELEASES:
+        raise UserError(
+            f"vLLM {__version__}: expected {' or '.join(RELEASES)}, whose functions ag uses; pip install 'ag[vllm]'."
+        )
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") not in ("0", ""):
         raise UserError("VLLM_USE_V2_MODEL_RUNNER=1: expected vLLM's first model runner; unset the variable.")
     # The default on a GPU is the second runner. vLLM reads the variable in each process of the engine, and again while

@@ -77,8 +77,8 @@ def test_release_and_runner(smollm2, monkeypatch):
     import vllm
 
     with monkeypatch.context() as patch:
-        patch.setattr(vllm, "__version__", "0.33.1")
-        with refuses(UserError, "0.33.1", "0.32"):
+        patch.setattr(vllm, "__version__", "0.34.1")
+        with refuses(UserError, "0.34.1", "0.32 or 0.33"):
             config(smollm2)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with refuses(UserError, "VLLM_USE_V2_MODEL_RUNNER"):

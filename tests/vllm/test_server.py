@@ -11,7 +11,6 @@ import urllib.request
 
 import pytest
 
-from tests.support import ROOT
 from tests.vllm.conftest import prompts_of
 
 pytest.importorskip("vllm", reason="needs vLLM: bash scripts/vllm_env.sh test")
@@ -29,7 +28,7 @@ def serving(model, folder, **settings):
     words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "2048"]
     words += ["--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     words += ["--additional-config", json.dumps({"ag": {"gates": "smollm2", "budget": 0.3} | settings})]
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     log = folder / "log"
     with log.open("w") as file:
         server = subprocess.Popen([sys.executable, *words], stdout=file, stderr=file, env=environment)
