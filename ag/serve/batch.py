@@ -96,6 +96,6 @@ class Batch:
         self.whole_prompt = state.sequences.goes_on is False or (
             gates is not None and (gates.config.scope == "prompt" or moves)
         )
-        #: None: a prefix's cache depends on later tokens of the prompt, and prefixes are not shared.
+        #: Prefixes that later prompts start from. None: they would differ by the tokens that follow, and none is kept.
         self.prefixes = None if self.whole_prompt or policy.block is not None else PrefixCache(pool)
         self.admission = Admission(self.cache, model.config, sys.maxsize if self.whole_prompt else prefill_tokens)
