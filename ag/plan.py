@@ -52,7 +52,7 @@ def serving_text(config: PlanConfig, card: Card, share: float) -> str:
     admission = Admission(cache, model.config, ServeConfig.prefill_tokens)
     context_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     text = admission.capacity_text(memory // cache.setup.pool.block_nbytes(), context_length)
-    return f"a server with memory={memory / GIB:.1f}GiB and share={share:g}: {text}"
+    return f"a server with memory={memory / GIB:.1f}GiB that keeps {share:g} of each prompt: {text}"
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def protected_mask(
     Returns:
         Bool, shaped like ``token_index``.
     """
-    sinks, recent_start = (torch.as_tensor(x)[..., None, None] for x in (sinks, num_tokens - recent))
-    mask = (token_index < sinks) | (token_index >= recent_start)
+    sinks = sinks if isinstance(sinks, int) else sinks[:, None, None]
+    mask = (token_index < sinks) | (token_index >= (num_tokens - recent)[:, None, None])
     if caller_protected is None:
         return mask
     inside = (token_index >= 0) & (token_index < caller_protected.shape[1])
@@ -70,7 +70,7 @@ def count_protected(
     """
     first = torch.zeros_like(num_tokens) if sliding_window is None else (num_tokens - sliding_window + 1).clamp_min(0)
     recent_start = (num_tokens - recent).maximum(first)
-    sinks_end = torch.as_tensor(sinks).expand_as(num_tokens).maximum(first).minimum(recent_start)
+    sinks_end = (torch.zeros_like(num_tokens) + sinks).maximum(first).minimum(recent_start)
     number = (sinks_end - first) + (num_tokens - recent_start)
     if caller_protected is None:
         return number

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -145,7 +145,7 @@ def run_on_cluster(config: Config, make_folder: Callable[[], Path | None], fit: 
         scaling = _scaling(config)
         folder = make_folder()
         control: Any = ray.remote(num_cpus=0)(RunControl).remote()
-        rank = Rank(fit, replace(config, cluster=None), folder, os.getcwd(), control, versions(*cluster.LIBRARIES))
+        rank = Rank(fit, config, folder, os.getcwd(), control, versions(*cluster.LIBRARIES))
         try:
             with _signals(control):
                 code, message = _run_and_follow_log(lambda: _run_ranks(rank, scaling, scratch), folder and folder / LOG)

@@ -115,6 +115,11 @@ class Source:
         if pip_run.returncode:
             reason = (re.findall("^ERROR: (.*)", pip_run.stderr, re.MULTILINE) or [pip_run.stderr.strip()])[-1]
             names = " ".join(wheel.split()[0] for wheel in self.wheels)
+            if "No module named pip" in reason:  # as uv makes environments
+                raise WheelError(
+                    f"{names} are fetched by pip, which is not installed: `python -m ensurepip`, or "
+                    "`uv pip install pip`"
+                )
             if "DO NOT MATCH THE HASHES" in reason:
                 raise WheelError(f"{names}: a wheel is damaged or of another release: fetch it again ({reason})")
             raise WheelNotFoundError(

@@ -22,7 +22,7 @@ __all__ = ["AtomicCheckpointIO", "NonFiniteError", "Stopped", "build", "how_to_c
 def build(
     trainer: TrainerConfig, checkpoint: CheckpointConfig, run_dir: Path, stop_signal: Callable[[], int] | None = None
 ) -> list[Callback]:
-    """Return the callbacks of a run, in the order that Lightning must call them.
+    """Return the callbacks of a run. Lightning calls :class:`RunCheckpoint` last, so that it saves what others counted.
 
     `lightning.Trainer` also needs `plugins=[AtomicCheckpointIO()]`. For ``stop_signal`` see :class:`StopOnSignal`.
     """
@@ -34,13 +34,10 @@ def build(
         FiniteGuard(run_dir),
         GateCollapse(trainer.collapse_batches, trainer.log_every),
         Figures(run_dir),
-        RunCheckpoint(run_dir, checkpoint),
     ]
     if trainer.val_every:
         callbacks.append(ValidateAfterSteps(trainer.val_every))
     if checkpoint.patience:
-        # right after the validation, so that its checkpoint holds the updated count
         stopping = EarlyStopping(checkpoint.monitor, patience=checkpoint.patience, check_on_train_epoch_end=False)
         callbacks.append(stopping)
-    callbacks.append(progress_bar(trainer.log_every, trainer.progress))
-    return callbacks
+    return [*callbacks, progress_bar(trainer.log_every, trainer.progress), RunCheckpoint(run_dir, checkpoint)]

@@ -14,11 +14,12 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from ag.callbacks.checkpoint_files import checkpoints
+from ag.config.loss import LossConfig, MeanGateConfig
 from ag.training.objectives import loss_names
 from ag.training.sharded import gather_tensor
 
 GRADIENTS = {"gates": "gradient norm of the gates", "lora": "gradient norm of LoRA"}
-HINTS = {
+HINTS = {  # of gates whose mean has a target
     "kept": "lower loss.beta or gate.bias, raise loss.alpha or optim.gate_lr, or begin with warmup.regress_steps",
     "evicted": "raise loss.beta or gate.bias, or lower loss.alpha or optim.gate_lr",
 }
@@ -102,10 +103,11 @@ class GateCollapse(Callback):
             if trainer.global_step % self._log_every:
                 continue
             for index in (streak >= self._batches).nonzero().flatten().tolist():
-                self._warn(state, pl_module.gates.layer_indices[index])
+                self._warn(state, pl_module.gates.layer_indices[index], pl_module.config.loss)
 
-    def _warn(self, state: str, layer: int) -> None:
+    def _warn(self, state: str, layer: int, loss: LossConfig) -> None:
         if (state, layer) not in self._warned:
             self._warned.add((state, layer))
-            text = f"layer {layer}: its gates {state} every token of the last {self._batches} batches: {HINTS[state]}"
+            hint = HINTS[state] if isinstance(loss, MeanGateConfig) else "lower optim.gate_lr"
+            text = f"layer {layer}: its gates {state} every token of the last {self._batches} batches: {hint}"
             warnings.warn(text, stacklevel=2)

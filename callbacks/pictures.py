@@ -51,7 +51,7 @@ class Figures(Callback):
             return
         layers = [int(name) for name in pl_module.gates.layers]
         self._save(trainer, "evicted", evicted_heatmap(pl_module.validation.evicted.cpu().numpy(), layers))
-        for index, (flags, _) in enumerate(pl_module.validation.sample_flags):
+        for index, flags in enumerate(pl_module.validation.sample_flags):
             self._save(trainer, f"keep-{index}", keep_pattern(flags.cpu().numpy(), layers=layers))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

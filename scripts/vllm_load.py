@@ -70,7 +70,7 @@ def commands(model: str, gates: str, port: int) -> dict[str, list[str]]:
         "vLLM, blocks of 32": [*vllm, "--block-size", "32"],
         "vLLM, gates": [*vllm, "--additional-config", settings],
         "ag.serve, full": ours.split(),
-        "ag.serve, gates": [*ours.split(), f"policy=gates:{gates}", f"share={BUDGET}"],
+        "ag.serve, gates": [*ours.split(), f"policy=gates:{gates}", f"budget={BUDGET}"],
     }
 
 

@@ -81,7 +81,10 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def cut(solutions: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """Cut each solution at random tokens, and return the rows in random order."""
+    """Cut each solution at random tokens; the rows of a solution follow each other.
+
+    The first rows are held out for validation, and training shuffles the others: no solution is in both.
+    """
     generator, rows = random.Random(0), []
     for row in solutions:
         [tokens] = tokenize(tokenizer, [row["solution"]])
@@ -89,7 +92,6 @@ def cut(solutions: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> 
             end = generator.randint(FIRST_CUT, len(tokens) - RESPONSE)
             before, after = tokenizer.decode(tokens[:end]), tokenizer.decode(tokens[end : end + RESPONSE])
             rows.append({"prompt": row["prompt"] + before, "response": after})
-    generator.shuffle(rows)
     return rows
 
 
@@ -103,6 +105,6 @@ if __name__ == "__main__":
     options.folder.mkdir(parents=True, exist_ok=True)
     file = options.folder / "solutions.jsonl"
     tokenizer = write_solutions(options.model, file, options.root, options.samples)
-    lines = [json.dumps(row) for row in cut(read(file), tokenizer)]
+    lines = [json.dumps(row) for row in cut(read(file)[: options.samples], tokenizer)]
     (options.folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     print(f"{options.folder / 'train.jsonl'}: {len(lines)} rows")

@@ -1,4 +1,4 @@
-"""Serve OpenAI's API: ``python -m ag.serve model=smollm2 policy=gates:smollm2 share=0.3 memory=2GiB``."""
+"""Serve OpenAI's API: ``python -m ag.serve model=smollm2 policy=gates:smollm2 budget=0.3 memory=2GiB``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class ServeConfig(SharedPolicy):
     """The keys of ``python -m ag.serve``."""
 
     config: str | None = key(None, "YAML file of these keys; the keys of the command line win")
-    share: float | None = key(None, "share of each prompt that the policy keeps, instead of budget", ge=0, le=1)
     memory: str = key(
         "1GiB",
         "memory for the keys and values of all requests, allocated at the start",
@@ -58,10 +57,6 @@ class ServeConfig(SharedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.share is not None and self.budget is not None:
-            raise ValueError(f"share={self.share} and budget={self.budget} both set the budget: leave one out")
-        if self.share is not None:
-            self.budget, self.share = self.share, None  # a dumped configuration can be read again
         if self.memory_bytes < 1:
             raise ValueError(f"memory={self.memory}: expected bytes, such as 2GiB")
 

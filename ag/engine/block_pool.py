@@ -134,7 +134,7 @@ class BlockPool:
                 return torch.frombuffer(memory, dtype=dtype).view(blocks, numbers)
             column = torch.zeros(blocks, numbers, dtype=dtype, device=self.device)
         if old_column is not None:
-            column[: len(old_column)] = old_column
+            column[: self.capacity] = old_column[: self.capacity]  # longer if memory ran out as the pool grew
         return column
 
     def _nbytes(self, name: str) -> int:
@@ -204,8 +204,9 @@ class BlockPool:
         if self.fixed or self._reserved:
             raise self.full("tokens of a layer need", needed)
         self._moved()  # first, so that of the columns before only one lies beside those that are made
-        self.capacity = max(blocks, self.capacity * 9 // 8)
-        self._lay_out(self.capacity)
+        capacity = max(blocks, self.capacity * 9 // 8)
+        self._lay_out(capacity)
+        self.capacity = capacity  # last: without memory for every column the pool keeps its size
 
     def _moved(self) -> None:
         """Let stores forget references to columns, which lie in other memory now."""
@@ -253,11 +254,18 @@ class BlockPool:
             table, owned, _ = self._holders.pop(self._dropped.pop())
             self.release(table.cpu()[table_indices(0, owned)].long())
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the contents of blocks ``[n]`` to others."""
-        source, target = source.to(self.device), target.to(self.device)
-        for column in self.columns():
-            column[target] = column[source]
+    def replace(self, blocks: Tensor) -> Tensor:
+        """Return copies of these blocks ``[n]``, whose references become theirs; changes nothing when it raises."""
+        copies = self.allocate(len(blocks))
+        source, target = blocks.to(self.device), copies.to(self.device)
+        try:
+            for column in self.columns():
+                column[target] = column[source]
+        except BaseException:  # no table lists them yet
+            self.release(copies)
+            raise
+        self.release(blocks)
+        return copies
 
     def trim(self) -> None:
         """Give the memory of free blocks back, where the pool is not of fixed size."""
@@ -290,9 +298,10 @@ class BlockPool:
         with torch.inference_mode(False):  # the next text may be read outside of it
             for name, x in self._columns.items():
                 self._columns[name] = x[used_on_device]
+            self._references = self._references[used]
         for table, _, _ in self._holders.values():
             table.copy_(number_on_device[table.long()])
-        self._references, self.capacity = self._references[used], len(used)
+        self.capacity = len(used)
         self._moved()
 
 

@@ -331,7 +331,9 @@ class EvictionCache(Cache):
     def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
         """Repeat each sequence, all equally often, or each by its number in a tensor ``[B]``."""
         if self.seen_tokens:
-            self.batch_select_indices(torch.arange(len(self.state.sequences)).repeat_interleave(repeats))
+            self.batch_select_indices(
+                torch.arange(len(self.state.sequences)).repeat_interleave(torch.as_tensor(repeats).cpu())
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make the sequences those at ``beam_idx``, between two steps of a beam search."""

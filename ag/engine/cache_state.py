@@ -178,8 +178,10 @@ class CacheState:
 
     def select(self, sequence_indices: Tensor) -> None:
         """Make the sequences those at some indices, ``[B']`` long on the CPU; repeated ones share their blocks."""
+        self.check_pass_finished()
         self.check_scores()
         self.note_mode()
+        self.pass_open = True  # until all parts have these sequences
         self.sequences.select(sequence_indices)
         for store in self.stores:
             store.select(sequence_indices)
@@ -191,6 +193,7 @@ class CacheState:
             self.recorded_prompt.select(sequence_indices)
         if self.evictor is not None:
             self.evictor.budgets.select(sequence_indices)
+        self.pass_open = False
 
     def add(self, other: CacheState) -> None:
         """Append the sequences of another state, which :meth:`check_add` has accepted; that state is empty then."""
@@ -199,6 +202,7 @@ class CacheState:
         modes = [state.compute_mode for state in (self, other) if state.compute_mode is not None]
         self.compute_mode = max(modes, key=lambda mode: mode.inference, default=None)
         self.note_mode()
+        self.pass_open = other.pass_open = True  # until all parts have the sequences of both
         num_sequences = len(self.sequences)
         self.sequences.add(other.sequences)
         for store, added_store in zip(self.stores, other.stores, strict=True):
@@ -210,6 +214,7 @@ class CacheState:
             self.states.join(other.states)
         if self.evictor is not None and other.evictor is not None:
             self.evictor.budgets.join(other.evictor.budgets, num_sequences, len(self.sequences) - num_sequences)
+        self.pass_open = other.pass_open = False
 
     def check_add(self, other: CacheState) -> None:
         """Refuse a state whose sequences cannot be appended."""

@@ -177,8 +177,8 @@ class KVStore:
     def allocate(self, layers: slice, need: Tensor) -> None:
         """Give rows ``need`` ``[L', B, Hkv]`` more blocks."""
         owned = self.block_counts[layers]
-        new_blocks = self.pool.allocate(int(need.sum()))
         self._widen(int((owned + need).max()))
+        new_blocks = self.pool.allocate(int(need.sum()))
         _write_table(self.block_table[layers], table_indices(owned, owned + need), new_blocks)
         owned += need
 
@@ -232,9 +232,7 @@ class KVStore:
             return
         at, copied = self._copied(layers, first, end)
         if len(copied):
-            new_blocks = self.pool.allocate(len(copied))
-            self.pool.copy(copied, new_blocks)
-            self.pool.release(copied)
+            new_blocks = self.pool.replace(copied)
             _write_table(table, at, new_blocks)
         # if the last shared block was copied, those before `first` alone are still shared
         self.shared_block_counts[layers] = first.where(end == shared, shared)

@@ -105,7 +105,7 @@ class Layer:
                 self._free_expired(batch, store, first, batch.counts if batch.step else None)
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
         if self.num_kv_readers and not batch.is_first_pass:
-            # later layers attend to these keys too; the last of them evicts
+            # later layers attend to these keys too, and the last of them evicts; a first pass hands them over
             own = self.num_kv_readers, placed, weights, evictor
             readers_left, placed, weights, evictor = batch.notes.kv_readers.get(self.index, own)
             batch.notes.kv_readers[self.index] = readers_left - 1, placed, weights, evictor

@@ -24,6 +24,7 @@ from ag.config.choice import Choice
 from ag.config.command_line import Invocation
 from ag.engine import Policy
 from ag.errors import UserError
+from ag.evaluate import tasks
 from ag.evaluate.choice import SharesTest, Trial, least_loss, policies_allowed, promising, rows_needed
 from ag.evaluate.comparison.cells import VERSIONS, Cell, list_cells
 from ag.evaluate.comparison.work import Worker
@@ -76,7 +77,7 @@ def run(invocation: Invocation[ChooseConfig]) -> int:
     """Run ``python -m ag.choose``, print its table and write the file; returns the exit code (1: nothing holds)."""
     config = invocation.config
     if invocation.dry_run:
-        print(*(cell.name for cell in list_cells(config.comparison())), sep="\n")
+        print(*(cell.name for cell in _list_cells(config)), sep="\n")
         return 0
     output, console = Path(config.output), Console()
     try:  # before hours of measuring
@@ -125,10 +126,9 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
     Raises:
         UserError: a policy, the model or the data is wrong, or there are too few rows for any share to hold.
     """
-    comparison = config.comparison()
-    cells = list_cells(comparison)
+    cells = _list_cells(config)
     _check_adapters(config, cells)
-    worker = Worker(comparison, "")
+    worker = Worker(config.comparison(), "")
     task, tokenizer = cells[0].task, worker.tokenizer
     loaded = task.load(tokenizer, config.samples, worker.max_tokens)
     prefills = [(cell, worker.prefill(cell)) for cell in cells[1:]]  # the first is the full cache
@@ -180,6 +180,13 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
             by_trial[id(trial)].holds = True
     weights = sum(weight.nbytes for weight in worker.model.parameters())
     return Decision(full, candidates, test, num_search, num_read, USABLE * config.card * GIB - weights)
+
+
+def _list_cells(config: ChooseConfig) -> list[Cell]:
+    """Return the full cache, and each policy at its shares, on the one task; a group of tasks is refused."""
+    if config.task is not None:
+        tasks.make(config.task)
+    return list_cells(config.comparison())
 
 
 def _duration(seconds: float, task: Task, rows: Sequence[Sample], num_search: int) -> str:

@@ -100,7 +100,9 @@ def check_replaceable(target: Path, allowed: Set[str], required: str) -> None:
     names = {entry.name for entry in target.iterdir()} if target.is_dir() else {target.name}
     if names and (required not in names or names - allowed):
         foreign = ", ".join(sorted(names - allowed or names)[:3])
-        raise ExportError(f"{target}: has files that are not of an export ({foreign}): choose another path.")
+        raise ExportError(
+            f"{target}: has files that are not of an export ({foreign}): move them away, or choose another path."
+        )
 
 
 @contextmanager

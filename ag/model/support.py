@@ -189,9 +189,9 @@ def _rope_mismatch(decoder: Any) -> str:
     apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
     if apply is None or not {"q", "k", "cos", "sin"} <= {*inspect.signature(apply).parameters}:
         return "rotates keys by a function of its own; expected apply_rotary_pos_emb(q, k, cos, sin)"
-    token_positions = attention_layers(decoder.config)
+    layers = attention_layers(decoder.config)
     for index, attention in enumerate(attentions_of(decoder)):
-        name = decoder.config.layer_types[token_positions[index]] if isinstance(types, dict) else ""
+        name = decoder.config.layer_types[layers[index]] if isinstance(types, dict) else ""
         kind = types.get(name) if isinstance(types, dict) else types
         if not isinstance(kind, str) or kind in ("dynamic", "longrope"):
             label = f"{kind or 'no'} RoPE"

@@ -64,13 +64,15 @@ class GatedLM(L.LightningModule):
         #: Share of evicted tokens by gated layer ``[L]`` in this rank's last training batch.
         self.evicted_in_batch: Tensor | None = None
         self._sums: dict[str, Tensor] = {}  # sums of measurements over the batches of an optimiser step
+        self._biases_set = False
         #: The metrics of the last validation, ``val/...``, with its ``step``; empty before the first.
         self.validated: dict[str, float] = {}
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Set biases by costs if they are due, and seed noise and dropout as an uninterrupted run does."""
-        if self.global_step == self.config.warmup.regress_steps and batch_idx % self.config.trainer.accumulate == 0:
+        if self.global_step == self.config.warmup.regress_steps and not self._biases_set:
             self._set_biases()
+            self._biases_set = True  # saved: after an error in this step the run goes on with these biases
         seed_parts = [self.config.seed, self.current_epoch, batch_idx, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(seed_parts).generate_state(1)[0]))
 
@@ -203,6 +205,7 @@ class GatedLM(L.LightningModule):
         if self.gates is not None and self.gates.calibration is not None:
             checkpoint["calibration"] = self.gates.calibration.record()
         checkpoint["validated"] = self.validated
+        checkpoint["biases_set"] = self._biases_set
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read the last validation, or raise a ``UserError`` if the checkpoint lacks trained weights of this run."""
@@ -213,6 +216,7 @@ class GatedLM(L.LightningModule):
                 f"The checkpoint does not fit this run: {len(mismatched)} tensors are missing or unknown, the first "
                 f"being {mismatched[0]}; resume with the same recipe."
             )
+        self._biases_set = checkpoint.get("biases_set", False)
         self.load_validation(checkpoint)
 
     def load_validation(self, checkpoint: dict[str, Any]) -> None:

@@ -35,8 +35,8 @@ class Validation(nn.Module):
             self.logit_counts = LogitCounts()
         #: Share of evicted tokens by gated layer and KV head ``[L, Hkv]``, set by :meth:`compute`.
         self.evicted: Tensor | None = None
-        #: Flags ``[L, Hkv, T]`` (True: kept) and token ids ``[T]`` of the first prompts, for pictures.
-        self.sample_flags: list[tuple[Tensor, Tensor]] = []
+        #: Flags ``[L, Hkv, T]`` (True: kept) of the first prompts, for pictures.
+        self.sample_flags: list[Tensor] = []
 
     def update(self, batch: Batch, keep_samples: bool = False) -> None:
         """Measure a batch, and with ``keep_samples`` keep the flags of its first prompts for pictures."""
@@ -117,5 +117,4 @@ class Validation(nn.Module):
         if keep_samples:
             first = not_filler[:, 0] if "choice" not in batch else not_filler[:, 0] & (batch["choice"] == 0)
             for row in first.nonzero().flatten()[:SAMPLES].tolist():
-                ids = batch["input_ids"][row, : counted.shape[1]][counted[row]]
-                self.sample_flags.append((~evicted[:, row, :, counted[row]].cpu(), ids.cpu()))
+                self.sample_flags.append(~evicted[:, row, :, counted[row]].cpu())

@@ -46,9 +46,9 @@ struct Block {
   int64_t lanes;
   int32_t at[QUERIES], low[QUERIES], last[QUERIES];
   float most[QUERIES], sum[QUERIES];
-  int32_t newest = -1, oldest = NEWEST;     // some query sees token_indices above `oldest` and up to `newest`
-  int32_t all_to = NEWEST, all_from = -1;   // all queries see token_indices above `all_from` and up to `all_to`
-  int32_t all_count_to = NEWEST;            // all queries count for token_indices up to this one
+  int32_t newest = -1, oldest = NEWEST;     // some query sees tokens of an index above `oldest`, up to `newest`
+  int32_t all_to = NEWEST, all_from = -1;   // all queries see tokens of an index above `all_from`, up to `all_to`
+  int32_t all_count_to = NEWEST;            // all queries count for tokens up to this index
 
   bool meets(const Span& span) const { return span.low <= newest && span.high > oldest; }
   bool all_see(const Span& span) const { return !span.holes && span.high <= all_to && span.low > all_from; }

@@ -32,7 +32,7 @@ constexpr float NONE = -std::numeric_limits<float>::infinity(), LEAST = -std::nu
 struct Call {
   const Pages& pages;
   const bool* gate;   // null means that gates do not matter
-  const int64_t* at;  // [rows / heads, count], token_indices of the queries; null means that they see all tokens
+  const int64_t* at;  // [rows / heads, count], token indices of the queries; null means that they see all tokens
   int64_t heads, group, count, window, recent;  // heads: rows of a sequence; window, recent: 0 means none
   const float *cap, *sinks;                     // of logits; [rows, group]; null means none
 };
@@ -257,13 +257,13 @@ void decode(const Call& call, const float* q, int64_t slots, int64_t threads, fl
 
 // ---- several queries of a sequence
 
-// Visible token_indices and running softmax of a block of queries; each array has a number for each query, `lanes` in use.
+// Indices of visible tokens and running softmax of a block of queries; each array has a number for each query, `lanes` in use.
 struct Block {
   int64_t lanes;
   int32_t at[QUERIES], open[QUERIES], closed[QUERIES];  // see Reach
   float most[QUERIES], sum[QUERIES];
   int32_t last = -1, first = std::numeric_limits<int32_t>::max();  // the largest `at`, the smallest `open`
-  int32_t all_to = first, all_from = -1;  // the smallest `at`, the largest `open`: all queries see token_indices between them
+  int32_t all_to = first, all_from = -1;  // the smallest `at`, the largest `open`: all queries see the tokens between them
 };
 
 // The parts of slots [slot, end) of a row that some query may see.
@@ -394,7 +394,7 @@ void attend_all(const Call& call, const float* q, int64_t threads, float* out) {
 
 }  // namespace
 
-// q [pages.rows, G, count, D] float32, already scaled; gate [P, page] or null; at [rows / heads, count]: token_indices of the
+// q [pages.rows, G, count, D] float32, already scaled; gate [P, page] or null; at [rows / heads, count]: token indices of the
 // queries, or null if they see all tokens; window and recent 0 for none; cap [1] and sinks [rows, G], or null; out
 // [rows, G, count, Dv] float32; weights [rows, G, slots] float32, or null, as count > 1 requires. All are contiguous.
 extern "C" void paged_attention(const Pages* pages, const float* q, const bool* gate, const int64_t* at, int64_t heads,

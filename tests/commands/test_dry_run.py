@@ -9,7 +9,7 @@ from tests.config.test_recipes import COMPARISONS
 
 SAID = {
     "generate": (["policy=mine=h2o", "budget=8", "prompt=x", "compare=true"], "mine\nfull cache\n"),
-    "serve": (["policy=h2o", "share=0.3", "memory=1.5GiB", "port=80"], "h2o: 1610612736 bytes, 127.0.0.1:80\n"),
+    "serve": (["policy=h2o", "budget=0.3", "memory=1.5GiB", "port=80"], "h2o: 1610612736 bytes, 127.0.0.1:80\n"),
     "explain": (["policies=[h2o,tova+caote]", "root=."], "h2o\ntova+caote\n"),
     "bench": (["prefill", "context=[64,128]"], "prefill: context 64, batch 1\nprefill: context 128, batch 1\n"),
     "doctor": ([], "packages\nprocessor\nmemory\ngpus\nkernels\nfolder\nhub\n"),

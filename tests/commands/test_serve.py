@@ -22,7 +22,6 @@ def test_memory(words, nbytes):
     ("words", "expected"),
     [
         (["memory=2GiBs"], "memory=2GiBs"),
-        (["share=0.5", "budget=64"], "share=0.5 and budget=64"),
         (["port=70000"], "at most 65535"),
         (["cluster=local"], "unknown key 'cluster': a server is one process; start one for each GPU, with a port="),
     ],
@@ -45,16 +44,11 @@ def test_memory_that_no_pool_can_take_is_told_as_it_was_given(memory, tmp_path, 
         load_service(ServeConfig(model=str(folder), policy="full", memory=memory))
 
 
-def test_a_share_is_a_budget():
-    config = parse(["share=0.3"], ServeConfig, "ag.serve").config
-    assert (config.budget, config.share) == (0.3, None)
-
-
 def test_a_file_of_keys(tmp_path, capsys):
     """The command line wins over the file, and the file over its base; what is printed can be read again."""
     (tmp_path / "base.yaml").write_text("model: smollm2\nport: 1\nbatch: 3\noptions: {window: 16}\n")
     file = tmp_path / "serve.yaml"
-    file.write_text("base: base.yaml\npolicy: h2o\nshare: 0.3\nport: 2\nprotect: [system]\nmemory: 2GiB\n")
+    file.write_text("base: base.yaml\npolicy: h2o\nbudget: 0.3\nport: 2\nprotect: [system]\nmemory: 2GiB\n")
     config = parse([f"config={file}", "memory=3GiB"], ServeConfig, "ag.serve").config
     assert (config.model, config.policy, config.budget, config.protect) == ("smollm2", "h2o", 0.3, ["system"])
     assert (config.port, config.batch, config.options) == (2, 3, {"window": 16})
@@ -72,7 +66,6 @@ def test_a_file_of_keys(tmp_path, capsys):
         ("replicas: [1, 8]", "serve.yaml: unknown key 'replicas': a server is one process; start one for each GPU"),
         ("port: 70000", "serve.yaml: port=70000: expected whole number, at least 0, at most 65535"),
         ("config: other.yaml", "config=other.yaml in a file of config=: write base: other.yaml"),
-        ("share: 0.3\nbudget: 64", "share=0.3 and budget=64 both set the budget"),
         ("- port", "serve.yaml: expected keys with values"),
         (None, "serve.yaml: there is no such file"),
     ],

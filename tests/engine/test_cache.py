@@ -5,6 +5,7 @@ import torch
 
 import ag
 from ag.engine import cached_kv
+from ag.engine.kv_store import KVStore
 from ag.errors import UserError
 from tests.support.batches import columns, padded, read, row, step
 from tests.support.bounds import hold, of_logits
@@ -148,6 +149,26 @@ def test_a_pass_that_is_broken_off_is_noticed(tiny_llama):
         model(ids[:, :1], past_key_values=cache)
     cache.reset()
     assert torch.equal(*(model(ids, past_key_values=x).logits for x in (cache, want)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["select", "add"])
+def test_a_change_of_the_batch_that_is_broken_off_is_noticed(tiny_llama, monkeypatch, method):
+    model = tiny_llama()
+    pool = ag.Pool(model, 2**20)
+    cache, other = (read(model, torch.stack([row(20), row(20, seed)]), "h2o", 10, pool=pool) for seed in (1, 2))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(KVStore, method, interrupt)
+        cache.reorder_cache(torch.tensor([1, 0])) if method == "select" else cache.add(other)
+    for changed in (cache, *([other] if method == "add" else [])):
+        with refuses(UserError, "broken off", FRESH):
+            model(row(1)[None].expand(2, 1), past_key_values=changed)
+        with refuses(UserError, "broken off", FRESH):
+            changed.reorder_cache(torch.tensor([1, 0]))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ag
-from ag.engine.block_pool import BLOCK, Pool, PoolFullError
+from ag.engine.block_pool import BLOCK, BlockPool, Pool, PoolFullError
 from ag.engine.kv_store import KVStore
 from ag.errors import UserError
 from ag.gates.attach import attached_gates
@@ -42,6 +42,54 @@ def test_a_store_may_go_in_the_midst_of_anything(tiny_llama):
         del store
         gc.collect()
     assert pool.free == 20
+
+
+class OutOfMemory(RuntimeError):
+    """As a device raises it."""
+
+
+def fail(*_, **__):
+    raise OutOfMemory
+
+
+@pytest.mark.parametrize("part", ["wider table", "copies"])
+def test_without_memory_no_block_is_lost(tiny_llama, monkeypatch, part):
+    pool, heads = Pool(tiny_llama(), 40 * BLOCK * TOKEN), KVHeads(2, 16, 16)
+    store = KVStore(pool, [heads], heads)
+    store.start_batch(1)
+    store.make_room(slice(None), torch.tensor([20]))
+    if part == "copies":
+        other = store.fork()
+        monkeypatch.setattr(BlockPool, "columns", fail)
+    else:
+        other = store
+        monkeypatch.setattr(KVStore, "_widen", fail)
+    used = pool.num_used
+    with pytest.raises(OutOfMemory):
+        other.make_room(slice(None), torch.tensor([1 if part == "copies" else 300]))
+    assert pool.num_used == used
+
+
+@torch.no_grad()
+def test_a_pool_that_has_no_memory_for_all_of_its_columns_keeps_its_size(tiny_llama, monkeypatch):
+    monkeypatch.setattr("ag.engine.block_pool.RESERVES", False)
+    model = tiny_llama()
+    cache, short, longer = ag.EvictionCache(model, "full"), ids(1, 20), ids(2, 60)
+    model(short, past_key_values=cache)
+    pool, column = cache.setup.pool, BlockPool._column
+    size = pool.capacity
+
+    def fails_at_values(self, name, *given):
+        return fail() if name == "values" else column(self, name, *given)
+
+    with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
+        patch.setattr(BlockPool, "_column", fails_at_values)
+        cache.reset()
+        model(ids(4, 60), past_key_values=cache)
+    assert pool.capacity == size and max(map(len, pool.columns())) > size
+    cache.reset()
+    got = model(longer, past_key_values=cache).logits
+    hold(got, model(longer, past_key_values=ag.EvictionCache(model, "full")).logits, of_logits(model))
 
 
 # ---- caches that share a pool

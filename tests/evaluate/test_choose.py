@@ -200,6 +200,14 @@ def test_what_is_refused(changes, parts, config):
         config(**changes).check()
 
 
+def test_a_group_of_tasks_is_refused(config, words, capsys):
+    given = {"data": None, "task": "needle_books"}
+    with refuses(UserError, "needle_books", "needle_books_1, needle_books_4, needle_books_8"):
+        choose(config(**given), print)
+    assert main([*(word for word in words() if not word.startswith("data=")), "task=needle_books", "--dry-run"]) == 2
+    names(capsys.readouterr().err, "needle_books_1", "name one of them")
+
+
 def test_the_shipped_gates_of_the_model_take_part(config):
     assert config(model="smollm2", policies=[]).policies == ["gates:smollm2", "snapkv", "keydiff"]
     assert config(policies=[]).policies == ["snapkv", "keydiff"]

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import ag
+from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.config import ModelConfig
 from ag.gates.export import read_info
 from ag.gates.gate import AttentionGates
 from ag.model.base import load_base
+from ag.training.module import GatedLM
 from tests.integration.conftest import write_rows
 from tests.integration.test_resuming import equal, interrupted
 from tests.support.command import column, logged, resume, runs, same_rows, same_weights, start, train
@@ -86,6 +88,27 @@ def test_a_run_stopped_between_regression_and_replay_goes_on_as_if_it_had_not(
     warm = ["warmup.regress_steps=1", "warmup.target=reread", "warmup.rows=5", "warmup.rounds=1"]
     whole = train(recipe, tmp_path / "whole", *warm)
     interrupted(monkeypatch, "training_step", 0, f"recipe={recipe}", f"output={tmp_path / 'cut'}", *warm)
+    [run] = runs(tmp_path / "cut")
+    assert checkpoints(run)[0].name == "step=000001.ckpt"
+    resume(run)
+    equal(run, whole)
+
+
+def test_a_run_that_fails_right_after_its_biases_are_set_does_not_set_them_again(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm = ["warmup.regress_steps=1", "warmup.target=reread", "warmup.rows=5", "warmup.rounds=1"]
+    whole = train(recipe, tmp_path / "whole", *warm)
+
+    def fails(self: GatedLM, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.global_step:
+            raise torch.OutOfMemoryError("no room for the first backward pass")
+        return training_step(self, batch, batch_idx)
+
+    training_step = GatedLM.training_step
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(GatedLM, "training_step", fails)
+        fit.main([f"recipe={recipe}", f"output={tmp_path / 'cut'}", *warm])
     [run] = runs(tmp_path / "cut")
     assert checkpoints(run)[0].name == "step=000001.ckpt"
     resume(run)

@@ -333,6 +333,16 @@ def test_a_cache_is_used_outside_of_inference_mode_too(tiny_llama, tmp_path, cas
         assert torch.equal(logits(model, IDS[:1, :1], cache), want)
 
 
+def test_a_pool_that_closed_up_in_inference_mode_is_used_outside_of_it(tiny_llama, monkeypatch):
+    monkeypatch.setattr("ag.engine.block_pool.RESERVES", False)
+    model = tiny_llama()
+    cache, want = ag.EvictionCache(model, "h2o", 10), logits(model, IDS, ag.EvictionCache(model, "h2o", 10))
+    with torch.inference_mode():
+        logits(model, row(400)[None], cache)
+    cache.reset()
+    assert torch.equal(logits(model, IDS, cache), want)
+
+
 def test_a_refused_pass_leaves_the_cache_outside_of_inference_mode(tiny_llama):
     model = tiny_llama()
     cache = ag.EvictionCache(model, "full")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import time
 import unicodedata
 import zipfile
@@ -277,6 +278,14 @@ def test_wheels_that_are_not_there_or_not_those_are_refused_and_nothing_is_left(
     assert not isinstance(caught.value, WheelNotFoundError)
     (index / "some-1.0-py3-none-any.whl").unlink()
     with refuses(WheelNotFoundError, "some==1.0 more==1.0", "No matching", "PIP_FIND_LINKS", "PIP_NO_INDEX=1"):
+        source.get()
+    assert folders() == []
+
+
+def test_an_environment_without_pip_is_told_so(source, monkeypatch) -> None:
+    failed = subprocess.CompletedProcess([], 1, stderr="/venv/bin/python: No module named pip\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with refuses(WheelError, "some==1.0 more==1.0", "python -m ensurepip"):
         source.get()
     assert folders() == []
 

@@ -28,7 +28,7 @@ def test_nothing_comes_from_elsewhere_and_only_its_own_script_runs():
 @pytest.mark.nightly
 def test_it_shows_what_is_answered(tiny_llama, tmp_path):
     folder = saved(tiny_llama(vocab_size=VOCABULARY, max_position_embeddings=8192), tmp_path)
-    keys = ("policy=h2o", "share=0.25", "memory=64MiB", "answer_tokens=8000", "served_name=<b>tiny</b>")
+    keys = ("policy=h2o", "budget=0.25", "memory=64MiB", "answer_tokens=8000", "served_name=<b>tiny</b>")
     with browser() as chromium, server(folder, *keys, AG_API_KEY="key") as (address, _):
         wait = WebDriverWait(chromium, 60)
         text = lambda name: chromium.find_element(By.ID, name).text  # noqa: E731

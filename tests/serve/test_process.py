@@ -26,7 +26,7 @@ NEVER = {"logit_bias": {"2": -100}}  # no end before the last token
 def served(tiny, tmp_path):
     (tmp_path / "secret-folder").mkdir()
     folder = saved(tiny, tmp_path / "secret-folder")
-    keys = ("policy=h2o", "share=0.5", "memory=32MiB", f"answer_tokens={LONG}", "served_name=tiny", "queue=60")
+    keys = ("policy=h2o", "budget=0.5", "memory=32MiB", f"answer_tokens={LONG}", "served_name=tiny", "queue=60")
     with server(folder, *keys, AG_API_KEY=KEY) as (address, process):
         yield openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=60), address, process, folder
 

@@ -96,7 +96,7 @@ class Tiny(LightningModule):
     def on_validation_epoch_end(self) -> None:
         flags = torch.arange(TOKENS).expand(LAYERS, HEADS, TOKENS) % 2 == 0
         evicted = torch.linspace(0, 1, LAYERS * HEADS).view(LAYERS, HEADS)
-        self.validation = SimpleNamespace(evicted=evicted, sample_flags=[(flags, torch.arange(TOKENS))])
+        self.validation = SimpleNamespace(evicted=evicted, sample_flags=[flags])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)

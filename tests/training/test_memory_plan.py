@@ -346,7 +346,7 @@ def test_the_requests_of_a_server_are_those_that_it_tells_at_its_start(folder, t
     *_, line = capsys.readouterr().out.splitlines()
     told = scheduler.admission.capacity_text(pool.capacity, scheduler.context_length, scheduler.batch)
     assert " fits 0 requests" not in told and line.startswith("a server with memory=0.0GiB")
-    assert line.endswith(f" and share={share}: {told}")
+    assert line.endswith(f" that keeps {share} of each prompt: {told}")
 
 
 def test_requests_of_a_server_with_a_hybrid_model(tmp_path, capsys):
@@ -360,7 +360,7 @@ def test_requests_of_a_server_with_a_hybrid_model(tmp_path, capsys):
     admission = Admission(cache, model.config, ServeConfig.prefill_tokens)
     memory = int(0.85 * 2**30 - plan(config).memory["base weights"])
     told = admission.capacity_text(memory // cache.setup.pool.block_nbytes(), 256)
-    assert " fits 0 requests" not in told and line.endswith(f" and share=0.5: {told}")
+    assert " fits 0 requests" not in told and line.endswith(f" that keeps 0.5 of each prompt: {told}")
 
 
 def test_a_share_without_a_card_is_refused(folder):

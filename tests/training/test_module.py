@@ -351,15 +351,13 @@ def test_sample_flags_are_those_of_the_first_prompts(tiny_llama, tmp_path):
     data = batch([*ROWS, (6, 9)])
     validate(module, tmp_path, data, batch(seed=5))
     assert len(module.validation.sample_flags) == 4
-    for (flags, ids), (tokens, prompt), said in zip(
+    for flags, (_, prompt), said in zip(
         module.validation.sample_flags, rows_of(data), measure(module, data)[1], strict=False
     ):
-        assert ids.tolist() == tokens[:prompt].tolist()
         assert torch.equal(flags, said | (torch.arange(prompt) < 1))
     first, _ = questions()
     validate(other := build(tiny_llama), tmp_path, first)
-    expected = [first["input_ids"][0, :9], first["input_ids"][2, :4]]
-    assert all(torch.equal(ids, want) for (_, ids), want in zip(other.validation.sample_flags, expected, strict=True))
+    assert [flags.shape[-1] for flags in other.validation.sample_flags] == [9, 4]  # one choice of each question
 
 
 def test_kl_in_validation(tiny_llama, tmp_path):

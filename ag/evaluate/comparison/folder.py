@@ -254,3 +254,14 @@ def common_samples(outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome
     others = {outcome.sample: outcome.content_hash for outcome in other_outcomes}
     in_both = (outcome for outcome in outcomes if outcome.sample in others)
     return [each.sample for each in in_both if len({each.content_hash, others[each.sample]} - {""}) < 2]
+
+
+def comparable_samples(outcomes: Sequence[Outcome], other_outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the common samples without those whose solutions the full cache wrote anew, with other tokens."""
+    solutions = {outcome.sample: outcome.tags.get("solution") for outcome in other_outcomes}
+    one_solution = {
+        outcome.sample
+        for outcome in outcomes
+        if len({outcome.tags.get("solution"), solutions.get(outcome.sample)} - {None}) < 2
+    }
+    return [sample for sample in common_samples(outcomes, other_outcomes) if sample in one_solution]

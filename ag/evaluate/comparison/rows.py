@@ -14,7 +14,7 @@ from pandas import DataFrame
 
 from ag.config.spec import PolicySpec
 from ag.errors import UserError
-from ag.evaluate.comparison.folder import FinishedCell, Summary, common_samples, tag_values
+from ag.evaluate.comparison.folder import FinishedCell, Summary, comparable_samples, tag_values
 from ag.evaluate.comparison.statistics import Paired, Vector, compare, mean_and_error
 from ag.evaluate.tasks import Outcome
 from ag.evaluate.tasks.base import POSITION
@@ -93,7 +93,7 @@ class Comparison:
         if key not in self._pairs:
             pair = self.outcomes(row), self.outcomes(other)
             scores, other_scores = (tag_values(outcomes, tag) for outcomes in pair)
-            common = [each for each in common_samples(*pair) if each in scores and each in other_scores]
+            common = [each for each in comparable_samples(*pair) if each in scores and each in other_scores]
             blocks = None if tag else _block_differences(*pair, common)
             my_scores, their_scores = ([each[sample] for sample in common] for each in (scores, other_scores))
             self._pairs[key] = compare(my_scores, their_scores, blocks) if common else None
@@ -105,7 +105,7 @@ class Comparison:
         NaN: they share no sample.
         """
         pair = self.outcomes(row), self.outcomes(other)
-        common = {*common_samples(*pair)}
+        common = {*comparable_samples(*pair)}
         one, two = ([getattr(each, field) for each in outcomes if each.sample in common] for outcomes in pair)
         return (sum(one) / len(one), sum(two) / len(two)) if common else (math.nan, math.nan)
 

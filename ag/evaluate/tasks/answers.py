@@ -54,9 +54,9 @@ REWRITTEN = [
     )
 ]
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?")
-#: Words and units. Letters of a to d, and letters without a vowel, are products of variables.
+#: Words and units, also ``/hour``. Letters of a to d, and letters without a vowel, are products of variables.
 UNIT = re.compile(
-    r"(?<![\\a-zA-Z])((?!([a-d]+|[b-df-hj-np-tv-z]+)(?![a-zA-Z]))[a-zA-Z]{3,}"
+    r"(?:/\s*)?(?<![\\a-zA-Z])((?!([a-d]+|[b-df-hj-np-tv-z]+)(?![a-zA-Z]))[a-zA-Z]{3,}"
     r"|cm|mm|km|kg|ft|mi|hrs?|lbs?|oz|am|pm|[mk]ph|yds|pts)(?![a-zA-Z])(\s*\^\s*\{?\d\}?)?"
 )
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")

@@ -6,6 +6,7 @@ problems to tell policies apart: every policy reads the solutions that the model
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ class OwnSolutions(Problems):
     """Nats per token of the solutions that the model wrote with a full cache, under each policy.
 
     The full cache writes the solutions of a batch by their likeliest tokens, once for all policies that run together.
-    Then each policy, the full cache included, reads the solutions token by token, and evicts as if it decoded them.
+    Then each policy, the full cache included, reads the solutions token by token, and evicts as if it decoded them. The
+    tag ``solution`` is a hash of the solution's tokens, which may differ on another machine.
     """
 
     metric: ClassVar[str] = "nats per token"
@@ -113,7 +115,11 @@ class OwnSolutions(Problems):
         """Read the solutions; see :meth:`SolutionTask.score`."""
         choose = GivenTexts(batch.solutions)
         decoded = batch.decode(choose)
-        return [(solution, fmean(nats), {}) for solution, nats in zip(decoded, choose.nats, strict=True)]
+        scored: list[tuple[Decoded, float, Tags]] = []
+        for solution, nats in zip(decoded, choose.nats, strict=True):
+            solution_hash = hashlib.sha256(str(solution.tokens).encode()).hexdigest()[:16]
+            scored.append((solution, fmean(nats), {"solution": solution_hash}))
+        return scored
 
 
 class SampledTokens:

@@ -70,6 +70,23 @@ def test_the_best_is_best_on_common_samples(tmp_path):
     assert mine.mean > h2o.mean and (verdict.best.label, verdict.rival.label) == ("mine", "h2o")
 
 
+def test_solutions_that_the_full_cache_wrote_anew_are_not_paired(tmp_path):
+    """Of 12 problems the last two have another solution on the second machine."""
+    full, h2o = scored("full", None, 12, of=12), scored("h2o", 0.5, 7, of=12)
+    cells = []
+    for cell, written_anew in ((full, ""), (h2o, " anew")):
+        solutions = ["solution"] * 10 + [f"solution{written_anew}"] * 2
+        pairs = zip(cell.outcomes, solutions, strict=True)
+        cells.append(cell._replace(outcomes=[replace(one, tags={"solution": text}) for one, text in pairs]))
+    comparison = Comparison(cells, tmp_path)
+    [evicting] = [row for row in comparison.results if row.label == "h2o"]
+    paired = comparison.paired(evicting, comparison.baseline_at(evicting))
+    assert paired is not None and paired.n == 10
+    assert paired.difference == pytest.approx(
+        float(np.mean([one.score - two.score for one, two in zip(h2o.outcomes[:10], full.outcomes[:10], strict=True)]))
+    )
+
+
 def test_memory_and_scores_are_of_common_samples(tmp_path):
     """The full cache has read twelve further prompts, which are twice as long and which it fails."""
     full, h2o = scored("full", None, 24), scored("h2o", 0.5, 6, of=12)

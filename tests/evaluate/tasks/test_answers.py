@@ -9,6 +9,11 @@ from ag.evaluate.tasks.answers import final_answer, is_equal
 from tests.support import datasets
 
 MADE = [  # an answer of a model, the right answer, and whether they are equal
+    ("60 miles/hour", "60", True),
+    (r"\$25/hour", "25", True),
+    (r"\text{40 cents / lb}", "40", True),
+    ("5/hour", "6", False),
+    ("3/4 cup", "3/4", True),
     (r"42", r"42", True),
     (r"42.0", r"42", True),
     (r"42.", r"42", True),

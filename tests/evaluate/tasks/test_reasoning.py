@@ -121,6 +121,7 @@ def test_the_full_cache_writes_once_for_all_policies(load, model, tiny_tokenizer
     monkeypatch.setattr(decode, lambda *given: calls.append(given[-1]) or real_decode(*given))
     task, loaded = load("gsm8k_nats", batch=3)
     outcomes = [*task.run(model, tiny_tokenizer, POLICIES, loaded.samples)]
+    assert len({(outcome.sample, outcome.tags["solution"]) for _, outcome in outcomes}) == 3
     assert len(outcomes) == 9 and [isinstance(call, GivenTexts) for call in calls] == [False, True, True, True]
 
 
