@@ -15,7 +15,7 @@ PLUGINS_ADD = "; plugins=[MODULE] adds others"  # said of unknown names of parts
 
 
 class BudgetWarning(UserWarning):
-    """A policy protects more tokens than its budget allows; the cache exceeds the budget."""
+    """A cache exceeds its budget: the policy protects more tokens, or layers without a gate keep all of theirs."""
 
 
 def require(part: object, name: str, holds: bool, expected: str) -> None:

@@ -62,7 +62,7 @@ class GatedTrainer(Trainer):
     """A mixin that trains and evaluates gates; make it the first base of a class, before a Trainer.
 
     - The loss is a mean over the rows of a batch, ``objective + alpha * |mean gate - beta|``. Gates act on the tokens
-      before the first label of a row, or on the whole row if every token has a label.
+      before the first label of a row, or on the whole row if its first or second token has a label.
     - Gates have the learning rate ``optim.gate_lr`` of the callback's configuration, and the Trainer's schedule.
     - ``evaluate`` measures under hard flags; its metrics are the metrics ``val/`` of ``ag.fit``, as ``eval_lm_loss``.
     - Checkpoints have an export in ``gates``; ``resume_from_checkpoint`` and ``load_best_model_at_end`` read it.

@@ -66,6 +66,7 @@ def prompts_of(count: int, length: int, seed: int) -> list[list[int]]:
 def engine(folder: Path, *, gates: bool, schedule: str = "prefill", **options: Any) -> Any:
     """Return vLLM, in this process, with counts of its scheduler's steps in ``most_running``."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # of the engine without gates too: the rows compare one runner
     from vllm import LLM
 
     settings = {"ag": {"gates": str(folder / "gates"), "budget": BUDGET, "schedule": schedule}} if gates else {}

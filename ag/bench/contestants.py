@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,8 +91,16 @@ def runnable_contestants(
         except Exception as error:  # a backend without this case, no compiler, no memory, ...
             if not (may_be_skipped or isinstance(error, torch.OutOfMemoryError)):
                 raise
-            first: BaseException = error
-            while cause := first.__cause__ or first.__context__:
-                first = cause
-            skipped.append({"contestant": contestant.name, "skipped": first_line(first)})
+            skipped.append({"contestant": contestant.name, "skipped": _reason(error)})
+        if contestant.name not in runnable:  # its memory is for the next one
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
     return runnable, skipped
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the error that caused others."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return first_line(error)

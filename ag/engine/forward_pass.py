@@ -112,17 +112,19 @@ class ForwardPass(Interceptor):
         if not ready:
             self._check_prompt(tokens)
         new = sequences.extend(attention_mask, num_sequences, length, tokens.device)
+        # without a mask the host counts, and waits for no device
+        counts = torch.full((num_sequences,), length) if attention_mask is None else new.sum(1).cpu()
         if setup.rope is not None:
-            check_frequencies(setup.rope, sequences, new, type(decoder).__name__)
+            check_frequencies(setup.rope, sequences, new, counts, type(decoder).__name__)
         if is_first_pass:
             for store in state.stores:
                 store.start_batch(num_sequences)
         elif setup.pool.fixed:
-            self._check_room(new)
+            self._check_room(new, counts)
         state.compute_mode = compute_mode
         state.pass_open, self.call_length = True, length  # until the end of the last pass
         if is_first_pass and setup.policy.budget is None and setup.gates is None:  # all that comes stays
-            setup.pool.reserve(sum(store.blocks_needed(new.sum(1).cpu()) for store in state.stores))
+            setup.pool.reserve(sum(store.blocks_needed(counts) for store in state.stores))
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
             self.batch = step = sequences.step()
             for store in state.stores:
@@ -144,10 +146,9 @@ class ForwardPass(Interceptor):
         if self.state.recorded_prompt is not None:
             self.state.recorded_prompt.note_tokens(tokens, num_columns)
 
-    def _check_room(self, new: Tensor) -> None:
-        """Refuse a forward pass before it begins, where the pool has no room for its tokens ``[B, T]`` bool."""
+    def _check_room(self, new: Tensor, counts: Tensor) -> None:
+        """Refuse a pass where the pool has no room for its tokens, ``new`` ``[B, T]`` bool and ``counts`` ``[B]``."""
         stores, sequences, policy = self.state.stores, self.state.sequences, self.setup.policy
-        counts = new.sum(1).cpu()
         uneven, block = False, None if sequences.ready else policy.block
         if block is not None:  # a chunk is evicted before the next one comes
             uneven = not isinstance(policy.allocator, Uniform)

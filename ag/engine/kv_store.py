@@ -239,7 +239,7 @@ class KVStore:
 
     def _copied(self, layers: slice, first: Tensor | int, end: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return where blocks in ``[first, end)`` lie in the layers' table that others refer to, and these blocks."""
-        if not bool((end > 0).any()):
+        if not bool((torch.as_tensor(first) < end).any()):  # asked on the CPU: the table may be on a card
             return (), torch.zeros(0, dtype=torch.long)
         at = table_indices(first, end)
         blocks = self.block_table[layers].cpu()[at].long()

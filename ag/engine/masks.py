@@ -65,12 +65,12 @@ def check_announced(prompt: Tensor, new: Tensor, num_read: int) -> None:
         )
 
 
-def check_frequencies(rope: RopeByText, state: Any, new: Tensor, model: str) -> None:
-    """Refuse new columns ``[B, T]`` bool of a text that outgrows the frequencies of its keys.
+def check_frequencies(rope: RopeByText, state: Any, new: Tensor, counts: Tensor, model: str) -> None:
+    """Refuse new columns ``[B, T]`` bool, with ``counts`` ``[B]`` tokens, that outgrow the frequencies of its keys.
 
     Nothing changes then. ``state`` are the lengths of the sequences (:class:`ag.engine.sequences.SequenceState`).
     """
-    old_text, tokens = rope.set_of(state.text_len), state.num_tokens + new.sum(1).cpu()
+    old_text, tokens = rope.set_of(state.text_len), state.num_tokens + counts
     outgrows = rope.outgrows(state.text_len, tokens)
     if not state.ready:  # the unread part of a prompt may be replaced
         outgrows |= (rope.set_of(state.prompt_len) != old_text) & (state.num_tokens > 0)

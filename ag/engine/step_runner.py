@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Hashable
 
 import torch
@@ -12,10 +13,14 @@ from torch import Tensor, nn
 from ag.engine.cache import EvictionCache
 from ag.engine.scorer_inputs import COLUMNS
 from ag.errors import UserError
+from ag.kernels.dispatch import VARIABLE, no_triton
+from ag.kernels.pages import WIDEST, Facts
 from ag.model.support import check_one_position_per_token
 
 #: Runs a function and records it: returns its result, and a function that computes the result again in place.
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
+#: Of steps that are recorded apart: whether they evict, the columns of the scorer's rows, and what gates hold.
+Kind = tuple[bool, int, Hashable]
 log = logging.getLogger(__name__)
 
 
@@ -32,6 +37,19 @@ def cuda_graph(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor,
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream in which all graphs of a device are recorded; torch's own is of the device that came first."""
     return torch.cuda.Stream(device)
+
+
+def host_waits(model: nn.Module, facts: Facts) -> bool:
+    """Return whether the host waits for the card in each step, which cannot be recorded then.
+
+    It waits where Triton's kernels cannot run, and for the tokens of each expert: ``grouped_mm`` of PyTorch leaves
+    their numbers on the card only in bfloat16 on Hopper and Blackwell (compute capability 9 and 10).
+    """
+    if os.environ.get(VARIABLE) == "reference" or no_triton(facts.device, facts.dtypes[0], facts.stored, WIDEST):
+        return True
+    if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
+        return False
+    return facts.dtypes[0] != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in (9, 10)
 
 
 class StepRunner:
@@ -54,14 +72,14 @@ class StepRunner:
     def __init__(self, model: nn.Module, cache: EvictionCache, record: Record | None = None) -> None:
         self.model, self.cache = model, cache
         on_card = all(x.device.type == "cuda" for x in model.parameters())
-        if record is None and on_card:
+        if record is None and on_card and not host_waits(model, cache.state.stores[0].pages().facts):
             record = functools.partial(cuda_graph, device=next(model.parameters()).device)
         self._record = record
         self._tokens = torch.empty(0)  # [B, 1], the tokens of a step that is recorded
         self._memory: tuple[object, ...] = ()  # that recorded steps work on
         self._version = -1  # of the pool's memory
         #: By kind; None means that a step of the kind ran once.
-        self._recorded: dict[Hashable, tuple[Tensor, Callable[[], None]] | None] = {}
+        self._recorded: dict[Kind, tuple[Tensor, Callable[[], None]] | None] = {}
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Read the next tokens.
@@ -107,6 +125,8 @@ class StepRunner:
             self._recorded = dict.fromkeys(self._recorded)
         self._version = pool.version
         self._tokens.copy_(tokens)
+        # lengths in columns only grow: steps of another one are not replayed again, and hold memory
+        self._recorded = {other: step for other, step in self._recorded.items() if other[1] == kind[1]}
         if kind not in self._recorded:  # the first step makes records and other tensors that are made once
             self._recorded[kind] = None
             return self._run(self._tokens)
@@ -120,7 +140,7 @@ class StepRunner:
                 layer.gate_memory.stepped()
         return recorded_step[0]
 
-    def _kind(self) -> Hashable | None:
+    def _kind(self) -> Kind | None:
         """Return the kind of the current step; None means that it cannot be recorded."""
         state, setup, batch = self.cache.state, self.cache.setup, self.cache.interceptor.batch
         assert batch is not None

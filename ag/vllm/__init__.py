@@ -15,6 +15,7 @@ budget is exact, the scheduler knows from the prompt's length when evictions are
 | scheduler | vLLM's scheduler: ends chunks where evictions are due, and frees blocks |
 | pages | minis, gate logits, the move of what stays |
 | backend | vLLM's attention backend: whole and packed requests in one step |
+| cpu, cuda | the attention kernels of vLLM on a CPU, and FlashAttention |
 | gate_operator | runs the gates on the hidden states that enter attention |
 | hooks | what is changed in vLLM, and what is refused |
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -224,7 +224,8 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
-        self.geometry: Geometry = kv_cache_spec.geometry
+        # vLLM may have shortened the longest text (max_model_len=-1) since
+        self.geometry = replace(kv_cache_spec.geometry, longest=vllm_config.model_config.max_model_len)
         self.policy = settings.made_policy
         if self.policy.gates is not None:
             self.policy.gates.to(device)
@@ -293,6 +294,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
             prompt, _, placement = self.prompt_of(request)
             reads = self.policy.gates is not None and (num_read < prompt or self.policy.steps is not None)
             if placement is None or num_read < placement.first:
+                self.packed.pop(request, None)  # it was preempted, and its blocks are gone
                 whole_rows.append(row)
                 reading += [row] * reads
                 continue

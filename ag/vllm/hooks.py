@@ -145,6 +145,7 @@ def prepare(arguments: Any, policy: Policy) -> None:
         UserError: the release is another one, or an argument is refused.
     """
     from vllm import __version__
+    from vllm.envs import disable_envs_cache
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -157,6 +158,7 @@ def prepare(arguments: Any, policy: Policy) -> None:
     # The default on a GPU is the second runner. vLLM reads the variable in each process of the engine, and again while
     # the engine runs, so that it stays set: later engines of this process have the first runner too.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    disable_envs_cache()  # an earlier engine of this process remembers the variables
     refuse(
         {
             f"scheduler_cls={arguments.scheduler_cls}": arguments.scheduler_cls is not None,
@@ -164,7 +166,6 @@ def prepare(arguments: Any, policy: Policy) -> None:
             f"pipeline_parallel_size={arguments.pipeline_parallel_size}": arguments.pipeline_parallel_size != 1,
             f"tensor_parallel_size={arguments.tensor_parallel_size}": arguments.tensor_parallel_size != 1,
             f"data_parallel_size={arguments.data_parallel_size}": arguments.data_parallel_size != 1,
-            "a KV connector (kv_transfer_config)": arguments.kv_transfer_config is not None,
             f"prefix caching with schedule={policy.schedule}": (
                 policy.block is not None and bool(arguments.enable_prefix_caching)
             ),
@@ -189,6 +190,8 @@ def check(config: Any, policy: Policy) -> None:
     method = None if speculative is None else speculative.method
     refuse(
         {
+            "vLLM's second model runner": config.use_v2_model_runner,
+            "a KV connector (kv_transfer_config, kv_offloading_size)": config.kv_transfer_config is not None,
             "decode or prefill context parallelism": parallel.decode_context_parallel_size != 1
             or parallel.prefill_context_parallel_size != 1,
             "KV events (kv_events_config)": config.kv_events_config is not None,

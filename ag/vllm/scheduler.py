@@ -41,7 +41,7 @@ class EvictionSpec(FullAttentionSpec):
     def of(cls, spec: Any, geometry: Geometry) -> EvictionSpec:
         """Return a specification of vLLM with a geometry."""
         own = {field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec) if field.init}
-        return cls(**own, geometry=geometry)
+        return cls(**own, geometry=replace(geometry, block_size=spec.block_size))
 
 
 class EvictionManager(FullAttentionManager):
@@ -103,6 +103,9 @@ class EndsChunks:
         self.need_mamba_block_aligned_split = True
         (self.manager,) = self.kv_cache_manager.coordinator.single_type_managers  # type: ignore[attr-defined]
         self.manager.requests = self.requests  # type: ignore[attr-defined]
+        # vLLM may shorten the longest text (max_model_len=-1) after the layers gave their geometry
+        spec = self.manager.kv_cache_spec
+        self.manager.kv_cache_spec = EvictionSpec.of(spec, replace(spec.geometry, longest=self.max_model_len))  # type: ignore[attr-defined]
 
     def check(self, request: Any) -> None:
         """Refuse a request before it is added, where an error ends this request alone.
@@ -113,6 +116,19 @@ class EndsChunks:
         if request.resumable:
             raise UserError("ag in vLLM: a prompt that comes in parts (streaming input): expected a whole prompt.")
         self.manager.placement(request)
+
+    def _get_local_prefix_cache_hit(self, request: Any, *args: Any) -> tuple[Any, ...]:
+        """Return the cached blocks before the first eviction.
+
+        A preempted request also looks for the blocks of its answer, which another prompt may have. Its packed rows are
+        gone, so that it must read up to its first eviction again.
+        """
+        blocks, hit, *rest = super()._get_local_prefix_cache_hit(request, *args)  # type: ignore[misc]
+        placement = self.manager.placement(request)
+        if placement is not None and hit > placement.first:
+            hit = placement.first // self.manager.block_size * self.manager.block_size
+            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, hit)  # type: ignore[attr-defined]
+        return blocks, hit, *rest
 
     def _mamba_block_aligned_split(
         self, request: Any, num_new_tokens: int, num_new_local_computed_tokens: int = 0, num_external: int = 0

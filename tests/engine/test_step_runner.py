@@ -17,11 +17,13 @@ from ag.engine import evictor, step_runner
 from ag.engine.cache import EvictionCache
 from ag.engine.decode import decode
 from ag.engine.evictor import NonFiniteScoreError
-from ag.engine.step_runner import StepRunner
+from ag.engine.step_runner import StepRunner, host_waits
 from ag.errors import UserError
 from ag.kernels.native import Kernel
+from ag.kernels.pages import Facts
 from tests.engine.test_replay import CASES, tokens
 from tests.support.batches import columns, padded, row
+from tests.support.common import factory
 from tests.support.gates_for import gates_for
 from tests.support.refused import refuses
 from tests.support.tape import WAITS, Recorder, host_reads
@@ -79,13 +81,16 @@ class DeviceMemory(TorchDispatchMode):
             yield self
 
 
-@pytest.mark.parametrize("name", ["full", "h2o, interval", "tova@pyramid"])
+@pytest.mark.parametrize(
+    ("name", "shares"), [("full", False), ("full", True), ("h2o, interval", False), ("tova@pyramid", False)]
+)
 @torch.no_grad()
-def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
-    """But once in a while whether scores were finite."""
+def test_the_host_reads_nothing_of_the_device_in_a_step(model, name, shares):
+    """But once in a while whether scores were finite. A fork shares blocks of a pool of fixed size."""
     given, options, _, _, _ = CASES[name]
-    cache = EvictionCache(model, *given, **options)
-    model(torch.stack([row(40, 0), row(40, 1)]), past_key_values=cache)
+    prompt = EvictionCache(model, *given, **options, pool=ag.Pool(model, 2**20) if shares else None)
+    model(torch.stack([row(40, 0), row(40, 1)]), past_key_values=prompt)
+    cache = copy.deepcopy(prompt) if shares else prompt
     step = StepRunner(model, cache)
     for number in range(3):
         step(tokens(2, number))
@@ -98,7 +103,7 @@ def test_the_host_reads_nothing_of_the_device_in_a_step(model, name):
         for number in range(4, 3 + evictor.CHECK_INTERVAL):
             step(tokens(2, number))
     assert seen.reads == (["tolist"] if "every" in given else [])
-    if name == "full":  # heads that compete ask how many of their tokens stayed: a read is noticed
+    if name == "full" and not shares:  # heads that compete ask how many of their tokens stayed: a read is noticed
         cache = EvictionCache(model, "h2o@heads", 20, "every")
         model(row(40)[None], past_key_values=cache)
         with DeviceMemory(
@@ -128,11 +133,46 @@ def test_steps_are_recorded_on_the_device_of_the_model(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, stub)
     uncached = step_runner._recording_stream.__wrapped__
     monkeypatch.setattr(step_runner, "_recording_stream", functools.cache(uncached))
+    monkeypatch.setattr(step_runner, "host_waits", lambda *_: False)
     for index in (1, 0):
         weight = SimpleNamespace(device=torch.device("cuda", index))
         on_card = SimpleNamespace(parameters=lambda weight=weight: iter([weight]))
-        StepRunner(on_card, None)._record(lambda: torch.zeros(1))
+        StepRunner(on_card, MagicMock())._record(lambda: torch.zeros(1))
     assert recorded == [(1, "of cuda:1"), (0, "of cuda:0")]
+
+
+def test_steps_that_make_the_host_wait_are_not_recorded(model, monkeypatch):
+    """Without Triton's kernels, and where the tokens of each expert are counted."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("AG_KERNELS", raising=False)
+    experts = factory("Mixtral", head_dim=16)(num_hidden_layers=1)
+
+    def facts(dtype):
+        return Facts("cuda", (dtype, dtype), (16, 16), stored=16, coded=False, gaps=None)
+
+    single, half, double = (facts(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
+    monkeypatch.setattr("ag.kernels.dispatch.INTERPRETED", False)
+    for capability, waits in (((8, 9), True), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert host_waits(experts, half) == waits
+        assert host_waits(experts, single) and host_waits(model, double)
+        assert not host_waits(model, half) and not host_waits(model, single)
+    monkeypatch.setenv("AG_KERNELS", "reference")
+    assert host_waits(model, single)
+
+
+@torch.no_grad()
+def test_recorded_steps_that_are_over_are_dropped(model):
+    """Lengths in columns of 1,024 tokens only grow."""
+    cache, record = EvictionCache(model, "h2o", 20, "every"), Recorder()
+    model(row(40)[None], past_key_values=cache)
+    step = StepRunner(model, cache, record)
+    for number in range(3):
+        step(tokens(1, number))
+    [kind] = step._recorded
+    step._recorded[kind[0], 7, kind[2]] = step._recorded[kind]
+    step(tokens(1, 3))
+    assert [*step._recorded] == [kind]
 
 
 @torch.no_grad()

@@ -90,6 +90,9 @@ USED = {
     "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (
         "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens"
     ),
+    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": "self request",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": "self blocks num_computed_tokens",
+    "vllm.envs:disable_envs_cache": "",
     "vllm.v1.engine.core:EngineCore.preprocess_add_request": "self request",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler.__init__": "self args kwargs",
 }

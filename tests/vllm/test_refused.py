@@ -39,6 +39,7 @@ def config(model, ag=GATES, **options):
             {"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}},
             ["kv_transfer_config"],
         ),
+        ({"kv_offloading_size": 1.0}, ["kv_offloading_size"]),
     ],
 )
 def test_argument(smollm2, options, words):

@@ -36,7 +36,7 @@ class Cake(SnapKV):
     @cached_property
     def decode_needs(self) -> Needs:
         """The attention of the newest query."""
-        return replace(self.summing.needs, attention_sums=1)
+        return replace(self.summing.needs, attention_sums=1, lookback=0)
 
     @cached_property
     def summing(self) -> SnapKV:

@@ -15,7 +15,7 @@ import torch
 import ag
 from ag.errors import UserError
 from ag.evaluate.tasks import GROUPS, TASKS, make
-from ag.evaluate.tasks.ruler import largest, zeta_counts
+from ag.evaluate.tasks.ruler import ADJECTIVES, NOUNS, VERBS, largest, zeta_counts
 from tests.support.refused import refuses
 
 MODULES = [f"ag.evaluate.tasks.{name}" for name in ("ruler", "turns", "instructions")]
@@ -77,6 +77,10 @@ def test_samples_are_those_that_results_were_measured_on(sources, tiny_tokenizer
             texts.append([sample.id, prompt, question, answers, sample.references, dict(sample.tags)])
         found[name] = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
     assert found == golden
+
+
+def test_no_word_is_a_letter_that_any_answer_contains():
+    assert all(len(word) > 2 for words in (ADJECTIVES, NOUNS, VERBS) for word in words)
 
 
 def test_the_key_that_is_asked_has_the_answer(root, tiny_tokenizer):
