@@ -178,10 +178,9 @@ class CacheState:
 
     def select(self, sequence_indices: Tensor) -> None:
         """Make the sequences those at some indices, ``[B']`` long on the CPU; repeated ones share their blocks."""
-        self.check_pass_finished()
         self.check_scores()
         self.note_mode()
-        self.pass_open = True  # until all parts have these sequences
+        was_open, self.pass_open = self.pass_open, True  # until all parts have these sequences
         self.sequences.select(sequence_indices)
         for store in self.stores:
             store.select(sequence_indices)
@@ -193,7 +192,7 @@ class CacheState:
             self.recorded_prompt.select(sequence_indices)
         if self.evictor is not None:
             self.evictor.budgets.select(sequence_indices)
-        self.pass_open = False
+        self.pass_open = was_open
 
     def add(self, other: CacheState) -> None:
         """Append the sequences of another state, which :meth:`check_add` has accepted; that state is empty then."""

@@ -28,7 +28,7 @@ LOGITS_LAYER = "gate_logits"  # name of the layer whose pages hold gate logits, 
 class Kernels(Protocol):
     """vLLM's operations on one device, over a cache ``[B, H, N, 2 D]`` of any number of heads."""
 
-    def offsets(self) -> Tensor:
+    def offsets(self, block_size: int) -> Tensor:
         """Return where the numbers of a token lie within a mini, ``[N, 2 D]`` long: its key, then its value."""
 
     def plan(self, heads: int, kv_heads: int, lengths: Tensor, starts: Tensor) -> Any:
@@ -264,7 +264,7 @@ class EvictionBuilder(AttentionMetadataBuilder[Step]):
         if self.pages is None or self.pages.minis.data_ptr() != caches[0].untyped_storage().data_ptr():
             logits = None if self.logits_name is None else self.layers[self.logits_name].kv_cache
             take = not self.geometry.evicts_again
-            self.pages = Pages(caches, logits, self.kernels.offsets(), rows_take_logits=take)
+            self.pages = Pages(caches, logits, self.kernels.offsets(self.geometry.block_size), rows_take_logits=take)
         return self.pages
 
     def prompt_of(self, request: str) -> tuple[int, int, Placement | None]:

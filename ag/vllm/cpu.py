@@ -20,12 +20,12 @@ class CPUKernels:
     """The operations of vLLM's CPU backend."""
 
     def __init__(self, dtype: torch.dtype, block_size: int, head_size: int) -> None:
-        self.dtype, self.block_size, self.head_size = dtype, block_size, head_size
+        self.dtype, self.head_size = dtype, head_size
         self.isa = _get_attn_isa(dtype, block_size, head_size)
 
-    def offsets(self) -> Tensor:
+    def offsets(self, block_size: int) -> Tensor:
         """Return where the numbers of a token lie within a mini, ``[N, 2 D]`` long."""
-        return _offsets(self.isa, self.block_size, self.head_size, self.dtype)
+        return _offsets(self.isa, block_size, self.head_size, self.dtype)
 
     def plan(self, heads: int, kv_heads: int, lengths: Tensor, starts: Tensor) -> Any:
         """Return how the kernel shares the work among threads."""

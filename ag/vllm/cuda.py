@@ -22,13 +22,13 @@ class FlashKernels:
     """
 
     def __init__(self, dtype: torch.dtype, block_size: int, head_size: int) -> None:
-        self.block_size, self.head_size = block_size, head_size
+        self.head_size = head_size
         self.version = get_flash_attn_version(head_size=head_size)
         self.scale: Tensor | None = None
 
-    def offsets(self) -> Tensor:
+    def offsets(self, block_size: int) -> Tensor:
         """Return where the numbers of a token lie within a mini: one after another."""
-        return torch.arange(self.block_size * 2 * self.head_size).view(self.block_size, -1)
+        return torch.arange(block_size * 2 * self.head_size).view(block_size, -1)
 
     def plan(self, heads: int, kv_heads: int, lengths: Tensor, starts: Tensor) -> None:
         """Return None: the kernel plans for itself."""

@@ -39,7 +39,7 @@ class EvictionSpec(FullAttentionSpec):
 
     @classmethod
     def of(cls, spec: Any, geometry: Geometry) -> EvictionSpec:
-        """Return a specification of vLLM with a geometry."""
+        """Return a specification of vLLM with a geometry, whose blocks are vLLM's, which may choose them late."""
         own = {field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec) if field.init}
         return cls(**own, geometry=replace(geometry, block_size=spec.block_size))
 
