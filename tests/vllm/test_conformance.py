@@ -90,7 +90,6 @@ USED = {
     "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": (
         "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens"
     ),
-    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": "self request",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.truncate_computed_blocks": "self blocks num_computed_tokens",
     "vllm.envs:disable_envs_cache": "",
     "vllm.v1.engine.core:EngineCore.preprocess_add_request": "self request",
@@ -98,6 +97,10 @@ USED = {
 }
 #: Names that ag/vllm reads within functions of vLLM, where no signature shows them: by function, words of its source.
 READ = {
+    "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": [  # 0.33 gives one argument more
+        "self.kv_cache_manager.get_computed_blocks(request",
+        "return blocks, num_local, shared_prefix_boundary, False",
+    ],
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": ["self.need_mamba_block_aligned_split"],
     "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": [
         "request.num_in_flight_tokens",
