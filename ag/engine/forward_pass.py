@@ -112,18 +112,18 @@ class ForwardPass(Interceptor):
         if not ready:
             self._check_prompt(tokens)
         new = sequences.extend(attention_mask, num_sequences, length, tokens.device)
-        # without a mask the host counts, and waits for no device
-        counts = torch.full((num_sequences,), length) if attention_mask is None else new.sum(1).cpu()
         if setup.rope is not None:
+            counts = _count(new, attention_mask)
             check_frequencies(setup.rope, sequences, new, counts, type(decoder).__name__)
         if is_first_pass:
             for store in state.stores:
                 store.start_batch(num_sequences)
         elif setup.pool.fixed:
-            self._check_room(new, counts)
+            self._check_room(new, _count(new, attention_mask))
         state.compute_mode = compute_mode
         state.pass_open, self.call_length = True, length  # until the end of the last pass
         if is_first_pass and setup.policy.budget is None and setup.gates is None:  # all that comes stays
+            counts = _count(new, attention_mask)
             setup.pool.reserve(sum(store.blocks_needed(counts) for store in state.stores))
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once
             self.batch = step = sequences.step()
@@ -314,3 +314,8 @@ def _check_compute_mode(old_mode: ComputeMode, new_mode: ComputeMode) -> None:
             "EvictionCache: a context was read, copied or cropped under torch.inference_mode(), whose tensors "
             "cannot be changed outside of it: go on under torch.inference_mode(), or use torch.no_grad()."
         )
+
+
+def _count(new: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the tokens of each sequence in new columns ``[B, T]`` bool; only with a mask does the host wait."""
+    return torch.full((new.shape[0],), new.shape[1]) if attention_mask is None else new.sum(1).cpu()

@@ -125,9 +125,9 @@ class StepRunner:
             self._recorded = dict.fromkeys(self._recorded)
         self._version = pool.version
         self._tokens.copy_(tokens)
-        # lengths in columns only grow: steps of another one are not replayed again, and hold memory
-        self._recorded = {other: step for other, step in self._recorded.items() if other[1] == kind[1]}
         if kind not in self._recorded:  # the first step makes records and other tensors that are made once
+            # lengths in columns only grow: steps of another one are not replayed again, and hold memory
+            self._recorded = {other: step for other, step in self._recorded.items() if other[1] == kind[1]}
             self._recorded[kind] = None
             return self._run(self._tokens)
         recorded_step = self._recorded[kind]

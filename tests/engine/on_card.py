@@ -86,12 +86,12 @@ def train(put: Put, make: Callable[[], Any], batch: dict[str, torch.Tensor]) -> 
     return [loss.detach(), *gradients, *measured.values()]
 
 
-def rank(put: Put, policy: str) -> list[torch.Tensor]:
+def rank(put: Put, policy: str) -> torch.Tensor:
     """Return what stays in vLLM of a prompt of 30 tokens."""
     generator = torch.Generator().manual_seed(0)
     keys, indices = put(torch.randn(3, 2, 30, 8, generator=generator)), put(torch.arange(30).expand(3, 2, -1))
     candidates = Candidates([0, 1, 2], indices, 30, 30, 4, keys.__getitem__, None)
-    return [keep_mask(ag.policy(policy, 0.4, recent=5), candidates, 12, None)]
+    return keep_mask(ag.policy(policy, 0.4, recent=5), candidates, 12, None)
 
 
 def on_both(compute: Callable[[Put], Any]) -> tuple[Any, Any]:
@@ -138,7 +138,7 @@ def main() -> None:
             mine, right = getattr(pair[0], "host", pair[0]), pair[1]
             hold(mine, right, OPERATIONS * torch.finfo(torch.float64).eps * float(right.norm()), (name, index))
     for policy in ("knorm", "keydiff@global", "streaming_llm", "random"):
-        [[got]], [[expected]] = ([x] for x in on_both(partial(rank, policy=policy)))
+        got, expected = on_both(partial(rank, policy=policy))
         assert torch.equal(got.host, expected), policy
     print("equal")
 

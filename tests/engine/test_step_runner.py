@@ -161,27 +161,29 @@ def test_steps_that_make_the_host_wait_are_not_recorded(model, monkeypatch):
     assert host_waits(model, single)
 
 
-@torch.no_grad()
-def test_recorded_steps_that_are_over_are_dropped(model):
-    """Lengths in columns of 1,024 tokens only grow."""
+def recorded_steps(model, count):
+    """Take steps that evict, of which the second is recorded; return cache, recorder and runner."""
     cache, record = EvictionCache(model, "h2o", 20, "every"), Recorder()
     model(row(40)[None], past_key_values=cache)
     step = StepRunner(model, cache, record)
-    for number in range(3):
+    for number in range(count):
         step(tokens(1, number))
+    return cache, record, step
+
+
+@torch.no_grad()
+def test_recorded_steps_that_are_over_are_dropped(model):
+    """Lengths in columns of 1,024 tokens only grow."""
+    _, _, step = recorded_steps(model, 3)
     [kind] = step._recorded
-    step._recorded[kind[0], 7, kind[2]] = step._recorded[kind]
+    step._recorded = {(kind[0], 7, kind[2]): step._recorded[kind]}
     step(tokens(1, 3))
     assert [*step._recorded] == [kind]
 
 
 @torch.no_grad()
 def test_scores_that_are_not_finite_are_found_within_sixteen_steps(model):
-    cache, record = EvictionCache(model, "h2o", 20, "every"), Recorder()
-    model(row(40)[None], past_key_values=cache)
-    step = StepRunner(model, cache, record)
-    for number in range(20):
-        step(tokens(1, number))
+    cache, record, step = recorded_steps(model, 20)
     cache.state.stores[0].records[1]["sums"][:, :, 6:8] = float("nan")
     with refuses(NonFiniteScoreError, "H2O", "layer 1", "finite"):
         for number in range(evictor.CHECK_INTERVAL):
