@@ -55,6 +55,11 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[l
     return ids
 
 
+def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the start tokens and the tokens of a text."""
+    return start_tokens(tokenizer) + tokenize(tokenizer, [text])[0]
+
+
 def tokenize_after(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Tokenise texts that continue others, without special tokens.
 

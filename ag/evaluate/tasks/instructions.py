@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.rules import prompted
-from ag.data.tokens import start_tokens, tokenize, tokenize_after
+from ag.data.tokens import tokenize_after, tokenize_prompt
 from ag.engine import EvictionCache
 from ag.evaluate.tasks.base import Sample, Tags, by_part
 from ag.evaluate.tasks.follow import score
@@ -145,7 +145,7 @@ class Instructions(Haystack):
         texts = tokenize_after(tokenizer, [choice.answer_text for choice in choices])
         [system] = text_sample.references
         above = text_sample.context[: text_sample.context.find(system) + len(system)]
-        end = len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [above])[0])
+        end = len(tokenize_prompt(tokenizer, above))
         return {
             "answers": [leads[i // 2] + text for i, text in enumerate(texts)],
             "protect": [(0, end)] if self.protect else [],

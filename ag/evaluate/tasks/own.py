@@ -17,7 +17,7 @@ from ag.config.data import SftConfig
 from ag.data.custom_sft import detect_form, encoded_rows
 from ag.data.encode import divided
 from ag.data.sources import ENDINGS, DataError, Record, check_fields, read_file
-from ag.data.tokens import start_tokens, tokenize, tokenize_after
+from ag.data.tokens import tokenize_after, tokenize_prompt
 from ag.engine import EvictionCache
 from ag.errors import UserError
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, PromptTask, Sample, Tags
@@ -101,14 +101,13 @@ class Own(PromptTask):
 
     def _questions(self, tokenizer: Tokenizer, rows: Iterator[Record], file: Path, max_tokens: int) -> Iterator[Sample]:
         """Tokenise contexts with questions."""
-        start = start_tokens(tokenizer)
         for number, row in enumerate(rows, start=1):
             location, parts = f"{file} row {number}", []
             check_fields(row, {"context": str}, location)
-            context = start + tokenize(tokenizer, [row["context"]])[0]
+            context = tokenize_prompt(tokenizer, row["context"])
             for entry in _questions_of(row, location):
                 text = f"\n\n{entry['question'].strip()}\n"
-                context_and_question = start + tokenize(tokenizer, [row["context"] + text])[0]
+                context_and_question = tokenize_prompt(tokenizer, row["context"] + text)
                 [answer] = tokenize_after(tokenizer, [entry["answer"].strip()])
                 parts.append((divided(context, context_and_question), answer))
             name = f"{file.name}/{number}"
@@ -131,7 +130,7 @@ class Own(PromptTask):
         if form.columns == [data.text_field]:
             for number, row in enumerate(rows, start=1):
                 check_fields(row, {data.text_field: str}, f"{file} row {number}")
-                ids = (start_tokens(tokenizer) + tokenize(tokenizer, [row[data.text_field]])[0])[:max_tokens]
+                ids = tokenize_prompt(tokenizer, row[data.text_field])[:max_tokens]
                 end = max(0, len(ids) - self.continuation)
                 yield Sample(f"{file.name}/{number}", ids[:end], answers=[ids[end:]])
             return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from ag.data.tokens import start_tokens, tokenize
+from ag.data.tokens import tokenize_prompt
 from ag.engine import EvictionCache, Policy, policy, read_prompt
 from ag.errors import UserError
 from ag.evaluate.tasks.base import (
@@ -186,7 +186,7 @@ class Stream(Documents):
 def first_tokens(tokenizer: Tokenizer, text: str, number: int | None) -> list[int]:
     """Return the first ``number`` tokens of a text, including start tokens. None: all tokens."""
     part = text if number is None else text[: LETTERS * number]
-    ids = start_tokens(tokenizer) + tokenize(tokenizer, [part])[0]
+    ids = tokenize_prompt(tokenizer, part)
     if number is not None and len(ids) <= number and len(part) < len(text):
         return first_tokens(tokenizer, text, None)[:number]
     return ids[:number]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.encode import divided
-from ag.data.tokens import start_tokens, tokenize, tokenize_after
+from ag.data.tokens import tokenize_after, tokenize_prompt
 from ag.engine import EvictionCache
 from ag.evaluate.tasks.base import PromptTask, Sample, Tags
 from ag.evaluate.tasks.follow import greedy, score
@@ -71,7 +71,7 @@ class QuestionTask(PromptTask):
     ) -> Sample:
         """Tokenise a sample. A ``max_new_tokens`` of None means the tokens of the longest right answer, and 8 more."""
         context, context_and_question = (
-            start_tokens(tokenizer) + tokenize(tokenizer, [text])[0] for text in (text_sample.context, text_sample.text)
+            tokenize_prompt(tokenizer, text) for text in (text_sample.context, text_sample.text)
         )
         prompt, question = (
             (context_and_question, []) if self.question == "before" else divided(context, context_and_question)

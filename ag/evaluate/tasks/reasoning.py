@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.rules import prompted
 from ag.data.sources import check_fields
-from ag.data.tokens import start_tokens, tokenize
+from ag.data.tokens import tokenize_prompt
 from ag.engine.decode import COLDEST
 from ag.evaluate.tasks.answers import final_answer, is_equal
 from ag.evaluate.tasks.base import LeftOut, PositiveInt, Sample, Tags
@@ -65,7 +65,7 @@ class Problems(SolutionTask):
         for number, row in enumerate(rows):
             check_fields(row, {field: str, "answer": str}, f"{location} row {number + 1}")
             text = prompted(tokenizer, INSTRUCTION, row[field])
-            prompt = start_tokens(tokenizer) + tokenize(tokenizer, [text])[0]
+            prompt = tokenize_prompt(tokenizer, text)
             answer = row["answer"].rpartition("####")[2].strip()  # in GSM8K a solution and this mark are before it
             if len(prompt) + self.max_new_tokens > max_tokens:
                 yield "too long"

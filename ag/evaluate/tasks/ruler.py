@@ -25,7 +25,7 @@ from pydantic import Field
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.sources import DataError, Record, check_fields
-from ag.data.tokens import start_tokens, tokenize, tokenize_after
+from ag.data.tokens import tokenize, tokenize_after, tokenize_prompt
 from ag.errors import UserError, require
 from ag.evaluate.tasks.base import GENERATED, LeftOut, PositiveInt, PositiveInts, Sample, Tags
 from ag.evaluate.tasks.held_out import held_out, held_out_texts
@@ -138,7 +138,7 @@ class Generated(QuestionTask):
             return self.build(rng, material, variant, size)
 
         def tokens(size: int) -> int:
-            return len(start_tokens(tokenizer)) + len(tokenize(tokenizer, [build(size).text])[0])
+            return len(tokenize_prompt(tokenizer, build(size).text))
 
         num_answer = 0
         if self.generate is None:
