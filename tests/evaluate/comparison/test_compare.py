@@ -22,8 +22,9 @@ from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison import figures, work
 from ag.evaluate.comparison.cells import list_cells
-from ag.evaluate.comparison.compare import compare, join
+from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import ROWS
+from ag.evaluate.comparison.join import join
 from ag.evaluate.comparison.tables import printed
 from ag.evaluate.comparison.work import ComparisonProgress
 from ag.evaluate.tasks.base import GENERATED

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ag.config.recipes import dump
-from ag.evaluate.comparison.compare import join
 from ag.evaluate.comparison.folder import ROWS, Folder
+from ag.evaluate.comparison.join import join
 from ag.evaluate.comparison.rows import Comparison
 from ag.evaluate.comparison.verdict import find_verdicts
 from ag.report import main
