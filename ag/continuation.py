@@ -32,7 +32,7 @@ from ag.model.chat import Chat, Part, spans
 if TYPE_CHECKING:
     from ag.loading import Model
 
-WARM_PROMPT, WARM_NEW = 256, 4  # tokens of the warm-up before the measurement
+WARM_PROMPT, WARM_NEW = 256, 4  # tokens of the warm-up before the measurement on a CPU; on a GPU the whole prompt
 
 
 @dataclass
@@ -170,9 +170,11 @@ def _generate(
     config: GenerateConfig,
 ) -> Generation:
     policy = policy.with_tokenizer(tokenizer)
+    # On a GPU kernels are tuned for each class of lengths, on a CPU the whole prompt would double the time.
+    warm_ids = ids if torch.device(config.device).type == "cuda" else ids[:, :WARM_PROMPT]
     with suppress(UserError), warnings.catch_warnings():  # a policy may refuse or warn about a short prompt
         warnings.simplefilter("ignore", BudgetWarning)
-        _continue(model, EvictionCache(model, policy), ids[:, :WARM_PROMPT], replace(config, max_new_tokens=WARM_NEW))
+        _continue(model, EvictionCache(model, policy), warm_ids, replace(config, max_new_tokens=WARM_NEW))
     torch.manual_seed(config.seed)
     cache = EvictionCache(model, policy)
     cache.protect(protected)

@@ -282,7 +282,9 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
             old, new = (
                 x.fingerprint | {f"gate.{key}": getattr(x.config, key) for key in GATE_KEYS} for x in (start, gates)
             )
-            differing = [f"{name}={old[name]}, here {name}={new[name]}" for name in new if new[name] != old[name]]
+            differing = [
+                f"{name}={old[name]}, here {name}={new[name]}" for name in new if new[name] != old.get(name, new[name])
+            ]
             raise UserError(
                 f"init={config.init}: its gates have {'; '.join(differing)}: expected gates of the same kind and "
                 "sizes; take its base model and its gate.* keys, or leave init out."
@@ -291,7 +293,7 @@ def make_gates(base: PreTrainedModel, config: Config) -> AttentionGates:
 
 
 def _take_weights(gates: AttentionGates, start: AttentionGates) -> bool:
-    """Give gates the weights of others. Returns whether they compute the same from them."""
+    """Give gates the weights of others. Returns whether kind and sizes agree; window, scope and bias may differ."""
     keys = ["kind", "layer_offset"]  # shapes do not tell these, nor the number of heads in an attention block
     keys += [] if gates.config.kind in TOKEN_KINDS else ["num_heads"]
     if any(getattr(gates.config, key) != getattr(start.config, key) for key in keys):
@@ -310,6 +312,11 @@ def check_trainer(config: Config) -> None:
     if strategy not in strategies:
         hint = nearest(strategy, strategies) or "; --help lists the keys"
         raise UserError(f"trainer.strategy={strategy}: expected auto, fsdp2 or a strategy of Lightning, as ddp{hint}")
+    if strategy.startswith("deepspeed"):
+        raise UserError(
+            f"trainer.strategy={strategy}: its checkpoints are folders, from which a run could not be resumed or "
+            "exported: expected another strategy that divides the base among the GPUs: trainer.strategy=fsdp2."
+        )
     init_params = StrategyRegistry[strategy]["init_params"] if strategy in StrategyRegistry else {}
     if init_params.get("start_method", "popen") != "popen":
         raise UserError(

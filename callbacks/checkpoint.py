@@ -58,8 +58,10 @@ class RunCheckpoint(StepCallback, Checkpoint):
         super().on_train_start(trainer, pl_module)
         self._saved_step = self._step
         stopping = trainer.early_stopping_callback
-        if stopping is not None and stopping.wait_count >= stopping.patience:
-            trainer.should_stop = True  # Lightning restores the count, and not that the run has ended
+        if stopping is not None:
+            stopping.patience = self._settings.patience  # Lightning restores that of the checkpoint
+            # Lightning restores the count, and not that the run has ended
+            trainer.should_stop |= stopping.wait_count >= stopping.patience
         # after a checkpoint of an epoch's last batch Lightning 2.6 does not count the next epoch, and a second resume
         # would repeat it
         epochs = trainer.fit_loop.epoch_progress

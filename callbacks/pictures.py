@@ -64,9 +64,9 @@ class Figures(Callback):
         path = self._run_dir / "figures" / f"{name}-{trainer.global_step:06d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
+        step = max(0, trainer.global_step - 1)  # as Lightning counts in metrics, from 0
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_image(f"figures/{name}", [str(path)], step=trainer.global_step)
+                logger.log_image(f"figures/{name}", [str(path)], step=step)
             elif isinstance(logger, TensorBoardLogger):
-                step = trainer.global_step - 1  # as Lightning counts in metrics, from 0
                 logger.experiment.add_image(f"figures/{name}", imread(path), step, dataformats="HWC")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ag.callbacks.checkpoint_files import checkpoints
 from ag.callbacks.steps import StepCallback
@@ -49,9 +50,9 @@ class StopOnSignal(StepCallback):
 
     SLURM sends SIGUSR1 before the time limit (`--signal=SIGUSR1@120`). `RunCheckpoint` saves when it gets the
     exception. A second Ctrl-C interrupts at once. The ranks agree after each optimiser step: a signal to one rank stops
-    all. A single process also stops inside a validation. Lightning's handlers are replaced while training: they call
-    collectives inside the handler, which hangs if the ranks do not get the signal together, and exit with code 0 or
-    requeue a SLURM job.
+    all. A single process also stops inside a validation. Lightning's handlers are replaced while training and in the
+    validation after it: they call collectives inside the handler, which hangs if the ranks do not get the signal
+    together, and exit with code 0 or requeue a SLURM job.
 
     Args:
         run_dir: the run folder, for the message.
@@ -68,8 +69,9 @@ class StopOnSignal(StepCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's signal handlers."""
         super().on_train_start(trainer, pl_module)
-        if threading.current_thread() is threading.main_thread():
-            self._replaced = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS}
+        self._replace_handlers()
+        if trainer.received_sigterm:  # Lightning has noted a signal that came before
+            self._signum, trainer._signal_connector.received_sigterm = signal.SIGTERM, False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Stop if the ranks agreed to; the metrics of the last step are already logged."""
@@ -85,6 +87,11 @@ class StopOnSignal(StepCallback):
             signum = torch.tensor(self._signum, device=pl_module.device)
             self._agreed = int(trainer.strategy.reduce(signum, reduce_op="max"))
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace Lightning's signal handlers in the validation after the training."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._replace_handlers()
+
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop before a validation if the ranks agreed to."""
         self._stop_if_agreed(trainer)
@@ -96,8 +103,11 @@ class StopOnSignal(StepCallback):
             self._stop_if_agreed(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Agree with the other ranks after a validation."""
+        """Agree with the other ranks after a validation, and stop if no step follows."""
         self.on_step_end(trainer, pl_module)
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._restore_handlers()
+            self._stop_if_agreed(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop after the last step too; a resumed run then validates and exports."""
@@ -107,6 +117,10 @@ class StopOnSignal(StepCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the earlier handlers."""
         self._restore_handlers()
+
+    def _replace_handlers(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._replaced = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS}
 
     def _restore_handlers(self) -> None:
         for signum, handler in self._replaced.items():

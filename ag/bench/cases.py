@@ -124,17 +124,22 @@ def stream(arena: Arena, context: int, batch: int) -> list[Row]:
         kind = gate_kinds[name]
         cache = EvictionCache(arena.model, "full") if kind is None else _gated(arena, kind, context)
         arena.read(cache, ids)
-        next(arena.decode(cache, ids[:, :1]))  # evicts the remaining prompt tokens
         caches[name] = cache
-        pause(name)
-        first.pop(name)  # its bytes are those after the first turn, not those before
+        warm_up(name)
         return lambda: next(steps[name])
+
+    def warm_up(name: str) -> None:
+        """Begin steps, past those that a GPU runs one operation at a time and records, up to ``context`` tokens."""
+        if name == FULL.name:
+            caches[name].crop(context - WARM_UP_TOKENS - caches[name].seen_tokens)
+        steps[name] = arena.decode(caches[name], ids[:, :1])
+        for _ in range(WARM_UP_TOKENS):
+            next(steps[name])
 
     def pause(name: str) -> None:
         if name == FULL.name:
-            caches[name].crop(context - caches[name].seen_tokens)
+            warm_up(name)
         first.setdefault(name, kv_bytes(caches[name]))
-        steps[name] = arena.decode(caches[name], ids[:, :1])
 
     times = measure_in_turns(arena.device, config, gate_kinds, begin, config.steps, TURN, pause)
     starts = range(0, config.steps, TURN)

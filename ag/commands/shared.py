@@ -83,7 +83,14 @@ class SharedPolicy(Shared, DtypeConfig):
         for name, value in given.items():
             if value is not None:
                 raise UserError(f"choice={self.choice} and {name}={value} both say how to evict: leave one out.")
-        chosen, self.choice = Choice.read(self.choice), None  # a dumped configuration can be read again
+        chosen = Choice.read(self.choice)
+        if chosen.revision is not None or chosen.quantization != "none":
+            raise UserError(
+                f"choice={self.choice} was measured with revision={chosen.revision} and quantization="
+                f"{chosen.quantization}, and this command loads the newest weights as they are: use ag.EvictionCache "
+                "in Python, or choose again without these keys."
+            )
+        self.choice = None  # a dumped configuration can be read again
         self.policy, self.gates, self.budget, self.schedule = (
             chosen.policy,
             chosen.gates,

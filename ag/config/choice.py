@@ -21,6 +21,8 @@ class Choice:
     schedule: str = "prefill"  # when tokens are evicted
     options: dict[str, Any] = field(default_factory=dict)  # options of the policy by name
     gates: str | None = None  # export whose LoRA adapter the model had, if the policy names none
+    revision: str | None = None  # git revision of the model on the hub; None: the newest, or a folder
+    quantization: str = "none"  # of the model's weights: none or nf4
 
     @classmethod
     def read(cls, path: str) -> Choice:

@@ -203,7 +203,7 @@ class BlockPool:
     def _grow(self, blocks: int, needed: int) -> None:
         if self.fixed or self._reserved:
             raise self.full("tokens of a layer need", needed)
-        self._moved()  # first, so that of the columns before only one lies beside those that are made
+        self._moved()  # first: each column before is freed as soon as the larger one is made
         capacity = max(blocks, self.capacity * 9 // 8)
         self._lay_out(capacity)
         self.capacity = capacity  # last: without memory for every column the pool keeps its size
@@ -295,6 +295,7 @@ class BlockPool:
         number = torch.zeros(len(self._references), dtype=torch.int32)  # of each block afterwards
         number[used] = torch.arange(len(used), dtype=torch.int32)
         used_on_device, number_on_device = used.to(self.device), number.to(self.device)
+        self._moved()  # first: each column before is freed as soon as the smaller one is made
         with torch.inference_mode(False):  # the next text may be read outside of it
             for name, x in self._columns.items():
                 self._columns[name] = x[used_on_device]
@@ -302,7 +303,6 @@ class BlockPool:
         for table, _, _ in self._holders.values():
             table.copy_(number_on_device[table.long()])
         self.capacity = len(used)
-        self._moved()
 
 
 class Pool(BlockPool):

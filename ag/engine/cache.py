@@ -164,7 +164,7 @@ class EvictionCache(Cache):
 
     @property
     def scoring_seconds(self) -> float:
-        """Seconds spent on scores and decisions; on a card the host waits for the last of them."""
+        """Seconds spent on scores and decisions; on a card the host waits for the last, and replayed steps count 0."""
         return sum(layer.watch.seconds for layer in self.state.layers)
 
     def kept_positions(self, layer: int) -> list[list[Tensor]]:
@@ -277,21 +277,19 @@ class EvictionCache(Cache):
         Returns:
             How many of its columns need not be read again. 0 means that the texts share none, that the ids of the text
             read are unknown because ``model.generate`` did not read it, that RoPE has other frequencies for a text of
-            that length, or that :meth:`crop` cannot go back so far. Then the cache is empty, as after :meth:`reset`,
-            and the text is read anew.
+            that length, or that :meth:`crop` cannot go back so far. Then the cache is empty, and the text is read
+            anew. What :meth:`protect` marked stays protected.
         """
-        rope, tokens = self.setup.rope, torch.tensor(input_ids.shape[1])
-        outgrown = rope is not None and bool(rope.outgrows(self.state.sequences.text_len, tokens).any())
         common = 0
-        if not (self.state.pass_open or outgrown):
+        if not self.state.pass_open:
             common = self.state.sequences.ids.common(input_ids, self.seen_tokens)
-        if common:
+        if common and self.state.has_frequencies_of(input_ids.shape[1], common):
             try:
                 self.crop(common - self.seen_tokens)
                 return common
             except UserError:
                 pass
-        self.reset()
+        self.interceptor.forget_text()
         return 0
 
     def activate_past_recording(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -120,12 +121,29 @@ class CacheState:
                 "cache.reset() and read the text again."
             )
 
+    def has_frequencies_of(self, length: int, left: int) -> bool:
+        """Return whether RoPE goes on as for a text of ``length`` tokens where the first ``left`` columns stay."""
+        rope, sequences = self.setup.rope, self.sequences
+        if rope is None:
+            return True
+        text_len, new_len = sequences.text_len, torch.full_like(sequences.text_len, length)
+        in_prompt = left < sequences.prompt_len  # a shorter text is a prompt of its own where it differs in the prompt
+        other = (rope.set_of(text_len) != rope.set_of(new_len)) & in_prompt
+        return not bool((other | rope.outgrows(text_len, new_len)).any())
+
     def note_mode(self) -> None:
         """Note that tensors change under inference mode, and can be changed there alone from now on."""
         if self.compute_mode is not None and torch.is_inference_mode_enabled():
             self.compute_mode = self.compute_mode._replace(inference=True)
 
     # ---- other sequences, and fewer tokens
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Mark the state as broken until all of its parts have changed: after an error only :meth:`reset` helps."""
+        was_open, self.pass_open = self.pass_open, True
+        yield  # an error, such as a pool without room for copies, leaves it marked
+        self.pass_open = was_open
 
     def fork(self) -> CacheState:
         """Return a copy that shares the blocks, for another continuation of the text."""
@@ -155,12 +173,19 @@ class CacheState:
         self.check_pass_finished()
         self.check_scores()
         self.check_going_back("crop", columns)
-        removed_tokens = self.sequences.crop(remove)
-        self.note_mode()
-        self.pass_open = True  # until the rows of all layers are shorter: a full pool may have no room for copies
+        # what was computed under inference mode can be changed there alone
+        computed = self.compute_mode is not None and self.compute_mode.inference
+        with torch.inference_mode() if computed else nullcontext():
+            removed_tokens = self.sequences.crop(remove)
+            self.note_mode()
+            with self._changing():
+                self._crop_layers(removed_tokens, columns or 0)
+
+    def _crop_layers(self, removed_tokens: Tensor, columns: int) -> None:
+        """Shorten the rows and the memory of all layers; ``removed_tokens`` ``[B]`` are those of ``columns``."""
         left, rotation = self.sequences.num_tokens, self.setup.rotation
         if self.states is not None and bool(left.any()):
-            self.states.crop(columns or 0)
+            self.states.crop(columns)
         elif self.states is not None:  # the next text may have another batch size
             recording, self.states = bool(self.states.recording), States(self.setup.decoder.config)
             self.states.record(recording)
@@ -174,25 +199,23 @@ class CacheState:
                 store.truncate(removed_tokens)
         for layer in self.layers:
             layer.gate_memory.crop(left)
-        self.pass_open = False
 
     def select(self, sequence_indices: Tensor) -> None:
         """Make the sequences those at some indices, ``[B']`` long on the CPU; repeated ones share their blocks."""
         self.check_scores()
         self.note_mode()
-        was_open, self.pass_open = self.pass_open, True  # until all parts have these sequences
-        self.sequences.select(sequence_indices)
-        for store in self.stores:
-            store.select(sequence_indices)
-        for layer in self.layers:
-            layer.select(sequence_indices)
-        if self.states is not None:
-            self.states.select(sequence_indices)
-        if self.recorded_prompt is not None:
-            self.recorded_prompt.select(sequence_indices)
-        if self.evictor is not None:
-            self.evictor.budgets.select(sequence_indices)
-        self.pass_open = was_open
+        with self._changing():
+            self.sequences.select(sequence_indices)
+            for store in self.stores:
+                store.select(sequence_indices)
+            for layer in self.layers:
+                layer.select(sequence_indices)
+            if self.states is not None:
+                self.states.select(sequence_indices)
+            if self.recorded_prompt is not None:
+                self.recorded_prompt.select(sequence_indices)
+            if self.evictor is not None:
+                self.evictor.budgets.select(sequence_indices)
 
     def add(self, other: CacheState) -> None:
         """Append the sequences of another state, which :meth:`check_add` has accepted; that state is empty then."""
@@ -201,19 +224,18 @@ class CacheState:
         modes = [state.compute_mode for state in (self, other) if state.compute_mode is not None]
         self.compute_mode = max(modes, key=lambda mode: mode.inference, default=None)
         self.note_mode()
-        self.pass_open = other.pass_open = True  # until all parts have the sequences of both
-        num_sequences = len(self.sequences)
-        self.sequences.add(other.sequences)
-        for store, added_store in zip(self.stores, other.stores, strict=True):
-            store.add(added_store)
-        for layer, added_layer in zip(self.layers, other.layers, strict=True):
-            layer.observation_window.join(added_layer.observation_window)
-            layer.gate_memory.join(added_layer.gate_memory)
-        if self.states is not None and other.states is not None:
-            self.states.join(other.states)
-        if self.evictor is not None and other.evictor is not None:
-            self.evictor.budgets.join(other.evictor.budgets, num_sequences, len(self.sequences) - num_sequences)
-        self.pass_open = other.pass_open = False
+        with self._changing(), other._changing():
+            num_sequences = len(self.sequences)
+            self.sequences.add(other.sequences)
+            for store, added_store in zip(self.stores, other.stores, strict=True):
+                store.add(added_store)
+            for layer, added_layer in zip(self.layers, other.layers, strict=True):
+                layer.observation_window.join(added_layer.observation_window)
+                layer.gate_memory.join(added_layer.gate_memory)
+            if self.states is not None and other.states is not None:
+                self.states.join(other.states)
+            if self.evictor is not None and other.evictor is not None:
+                self.evictor.budgets.join(other.evictor.budgets, num_sequences, len(self.sequences) - num_sequences)
 
     def check_add(self, other: CacheState) -> None:
         """Refuse a state whose sequences cannot be appended."""

@@ -49,6 +49,7 @@ def decode(
         f"{mode} (such as num_beams={generation_config.num_beams})": mode not in ("greedy_search", "sample"),
         "return_dict_in_generate=True": generation_config.return_dict_in_generate,
         "inputs_embeds": prepared.get("inputs_embeds") is not None,
+        "prefill_chunk_size": generation_config.prefill_chunk_size is not None,
     }
     for argument, value in refused.items():
         if value:

@@ -44,7 +44,7 @@ class KeepCounts(NamedTuple):
 
     def to(self, device: torch.device) -> KeepCounts:
         """Return these counts with all but ``kept`` on a device."""
-        return KeepCounts(self.kept, *(x.to(device) for x in self[1:]))
+        return KeepCounts(self.kept, *(x.to(device, non_blocking=True) for x in self[1:]))
 
 
 class Evictor:
@@ -119,7 +119,7 @@ class Evictor:
                 self._step[store] = counts.to(store.block_table.device)
                 continue
             for on_device, on_host in zip(old[1:], counts[1:], strict=True):
-                on_device.copy_(on_host, non_blocking=True)  # the host does not wait, as its memory is not pinned
+                on_device.copy_(on_host, non_blocking=True)  # pageable memory is staged before this returns: no wait
 
     def evict(
         self, reader: LayerReader, batch: ForwardBatch, layer_stores: Sequence[KVStore], records: Records

@@ -74,9 +74,9 @@ class ForwardPass(Interceptor):
         self.state.check_pass_finished()
         self.state.sequences.expect(valid.bool(), tokens)
 
-    def end_generation(self, tokens: Tensor | None) -> None:
-        """Note the text ``[B, T]`` after generation; None means that it is not known."""
-        self.state.sequences.end_generation(tokens)
+    def end_generation(self, tokens: Tensor | None, broken_off: bool) -> None:
+        """Note the text ``[B, T]`` after generation, which an error may have ended; None means that it is not known."""
+        self.state.sequences.end_generation(tokens, broken_off)
         if self.state.states is not None:  # drafts end
             self.state.states.record(False)
         self.state.check_scores()
@@ -209,11 +209,11 @@ class ForwardPass(Interceptor):
         try:
             evict_by_reconstruction(self.state, self.batch)
         except PoolFullError:
-            self._forget_text()
+            self.forget_text()
             raise
 
-    def _forget_text(self) -> None:
-        """Forget a prompt for which the pool had no room; what the caller protects in it stays protected."""
+    def forget_text(self) -> None:
+        """Forget a text that will be read again; what the caller protects in it stays protected."""
         protected = self.state.sequences.protected
         self.reset()
         if protected is not None:  # the next batch may have another size, if all texts have the same marks
@@ -266,7 +266,7 @@ class ForwardPass(Interceptor):
                 tokens, num_blocks = int(batch.counts.max()), sum(store.num_blocks() for store in state.stores)
                 as_layers_before = (num_blocks + 1) * len(state.layers) // max(call.layer, 1)
                 needed = max(num_blocks + error.blocks, as_layers_before)
-                self._forget_text()
+                self.forget_text()
                 raise setup.pool.full(f"a prompt of {tokens} tokens needs at least", needed) from None
             raise
 
@@ -293,6 +293,8 @@ class ForwardPass(Interceptor):
                 for layer in state.layers:
                     layer.observation_window.reset()
         sequences, span = state.sequences, 0 if gates is None else gates.config.window
+        if batch.ends_prompt and policy.by_gates and policy.budget is None:  # flags: what expires later is decided now
+            sequences.evicted_at = sequences.num_tokens.maximum(sequences.evicted_at)
         if batch.notes.expired:
             sequences.evicted_at = sequences.settled.maximum(sequences.evicted_at)
         if span and any(layer.gate_memory for layer in state.layers):  # which hold the newest tokens alone

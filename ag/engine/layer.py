@@ -242,7 +242,8 @@ class Layer:
         self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries, weights: Tensor | None
     ) -> LayerReader:
         """Return the reader of the layer for this pass; it computes nothing before something is read."""
-        lengths = batch.token_indices[:, -1] + 1 if batch.step else batch.num_tokens.to(call.q.device)
+        newest = batch.token_indices[:, -1]
+        lengths = newest + 1 if batch.step else batch.num_tokens.to(newest.device, non_blocking=True)
         row_lengths = store.lengths_cpu[self.index]
         cached = CachedKV(
             store=store,

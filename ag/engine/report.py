@@ -22,7 +22,7 @@ class Report:
         tokens: tokens that went by, those after the prompt too, summed over sequences, padding not counted.
         kept: by layer and KV head, tokens still held, summed over sequences.
         nbytes: by layer, bytes allocated for keys and values.
-        seconds: by layer, time spent on scores and decisions.
+        seconds: by layer, time spent on scores and decisions, without steps that a CUDA graph replays.
         over_budget: sequences that hold more than the budget, because more is protected than it allows.
         plain_nbytes: bytes of keys and values that transformers' own cache would hold for these columns.
         state_nbytes: bytes of the states of layers that do not attend (linear attention, convolutions), beside these.
@@ -124,9 +124,9 @@ def layer_nbytes(state: CacheState) -> list[int]:
 
 
 def _plain_nbytes(state: CacheState, layer: Layer) -> int:
-    """Return the bytes of transformers' own cache for these columns: in a window, all but the next token's."""
-    columns = state.sequences.columns
-    columns = columns if layer.window is None else min(columns, layer.window - 1)
+    """Return the bytes of transformers' own cache for these columns: in a window or chunk, all but the next token's."""
+    columns, span = state.sequences.columns, layer.chunk if layer.window is None else layer.window
+    columns = columns if span is None else min(columns, span - 1)
     number, key, value = state.layer_stores[layer.index].head_shape
     dtype: torch.dtype = state.setup.decoder.dtype
     return len(state.sequences) * columns * number * (key + value) * dtype.itemsize

@@ -30,7 +30,7 @@ from ag.gates.gate import AttentionGates
 from ag.model.geometry import fingerprint
 from ag.versions import versions
 
-SCHEMA = 12
+SCHEMA = 13
 FORMAT = "ag.EvictionCache"
 
 

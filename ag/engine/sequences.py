@@ -82,16 +82,20 @@ class SequenceState:
     def expect(self, mask: Tensor, tokens: Tensor | None) -> None:
         """Note the text ``[B, T]`` bool to come; see :meth:`ag.engine.cache.EvictionCache.expect`."""
         num_columns, columns = self.columns, mask.shape[1]
+        if len(self) > len(mask) and len(self) % len(mask) == 0:  # beams or samples of a text that was read once
+            repeats = len(self) // len(mask)
+            mask = mask.repeat_interleave(repeats, 0)
+            tokens = None if tokens is None else tokens.repeat_interleave(repeats, 0)
         num_given = columns if tokens is None else tokens.shape[1]
         check_mask_width(num_given, columns, num_columns)
         check_past(mask, self.mask)
         self.ids.announce(tokens if num_given == columns else None, num_columns)
         self._expected = mask
 
-    def end_generation(self, tokens: Tensor | None) -> None:
-        """Note the text ``[B, T]`` after generation; None means that it is not known."""
+    def end_generation(self, tokens: Tensor | None, broken_off: bool) -> None:
+        """Note the text ``[B, T]`` after generation, which an error may have ended; None means that it is not known."""
         self._expected = None
-        self.ids.end(tokens, len(self))
+        self.ids.end(tokens, len(self), broken_off)
 
     def protect(self, spans: Sequence[Any]) -> None:
         """Protect tokens; see :meth:`ag.engine.cache.EvictionCache.protect`."""
@@ -321,7 +325,10 @@ class SequenceState:
             )
         if not isinstance(remove, int):
             self.check_positions_skip_padding(f"crop({[*remove]})")
-            self.own_positions, self.by_column, self.ids = True, False, TokenIds()
+            self.own_positions, self.by_column = True, False
+            self.ids.forget()
+        if not kept.shape[1]:
+            self.ids = TokenIds()
         self.mask, self.num_tokens, self.num_held = kept, left, self.num_held - tokens
         self.prompt_len, self.settled = self.prompt_len.minimum(left), self.settled.minimum(left)
         self.step_token_indices = left[:, None].to(self.step_token_indices.device) - 1
@@ -355,5 +362,7 @@ class SequenceState:
             setattr(self, name, torch.cat([getattr(self, name), getattr(other, name)]))
         mask = torch.cat(masks)
         self.mask = mask[:, int(mask.any(0).long().argmax()) :]  # without columns of texts that left
-        self.own_positions, self.by_column, self.ids = True, False, TokenIds()
+        self.own_positions, self.by_column = True, False
+        self.ids.forget()
+        self.ids.reordered |= other.ids.reordered
         self._expected = self._prompt = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ag.engine.cache_state import CacheState
+from ag.engine.cache_state import CacheState, ComputeMode
 from ag.engine.evictor import Stopwatch
 from ag.engine.kv_store import KVStore
 from ag.engine.layer import MAX_EXPIRED, Layer
@@ -30,7 +30,9 @@ def check_ready(cache: CacheState) -> None:
 
 def state_of(cache: CacheState) -> dict[str, Any]:
     """Return all that later passes depend on: tensors, numbers, and tuples and dicts of these."""
+    autocast = None if cache.compute_mode is None else cache.compute_mode.autocast
     return {
+        "autocast": None if autocast is None else str(autocast).removeprefix("torch."),
         "sequences": _state_of_sequences(cache.sequences),
         "held": [store.lengths_cpu for store in cache.stores],
         "owned": [store.block_counts for store in cache.stores],
@@ -74,6 +76,10 @@ def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
         store.lengths.copy_(lengths)
     for part, saved in zip(cache.layers, layers.values(), strict=True):
         _restore_layer(cache, part, _moved(saved, cache.setup.pool.device))
+    name = state["autocast"]
+    _require("autocast", name is None or isinstance(getattr(torch, name), torch.dtype))
+    weights = next(cache.setup.decoder.parameters()).dtype
+    cache.compute_mode = ComputeMode(weights, None if name is None else getattr(torch, name), inference=False)
     _require("states", (state["states"] is None) == (cache.states is None))
     if cache.states is not None:
         _require("states", all(len(x) == batch for x in state["states"].values()))
@@ -113,7 +119,11 @@ def _restore_layer(cache: CacheState, part: Layer, saved: Mapping[str, Any]) -> 
 
 def _state_of_sequences(sequences: SequenceState) -> dict[str, Any]:
     names = (*sequences.VECTORS, "mask", "step_token_indices", "own_positions", "by_column", "protected")
-    return {name: getattr(sequences, name) for name in names} | {"ids": sequences.ids.ids}
+    return {name: getattr(sequences, name) for name in names} | {
+        "ids": sequences.ids.ids,
+        "reordered": sequences.ids.reordered,
+        "broken_off": sequences.ids.broken_off,
+    }
 
 
 def _restore_sequences(sequences: SequenceState, state: Mapping[str, Any]) -> None:
@@ -130,11 +140,11 @@ def _restore_sequences(sequences: SequenceState, state: Mapping[str, Any]) -> No
     _require("step_token_indices", bool((state["step_token_indices"] == tokens[:, None] - 1).all()))
     _require("protected", marks is None or (marks.dtype == torch.bool and len(marks) == len(tokens)))
     _require("ids", ids is None or (ids.dtype == torch.long and ids.ndim == 2 and len(ids) == len(tokens)))
-    for name in ("own_positions", "by_column"):
+    for name in ("own_positions", "by_column", "reordered", "broken_off"):
         _require(name, isinstance(state[name], bool))
-    for name in names - {"ids"}:
-        setattr(sequences, name, state[name])
-    sequences.ids.ids = ids
+    of_ids = {"ids", "reordered", "broken_off"}
+    for name in names:
+        setattr(sequences.ids if name in of_ids else sequences, name, state[name])
 
 
 def _require(name: str, fits: bool) -> None:

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 def cuda_graph(run: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, Callable[[], None]]:
     """Record a function as a CUDA graph of a device, and run that once."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=_recording_stream(device)):
+    record = torch.cuda.graph(graph, stream=_recording_stream(device), capture_error_mode="thread_local")
+    with torch.cuda.device(device), record:  # other threads may allocate memory of the device
         out = run()
     graph.replay()
     return out, graph.replay
@@ -49,7 +50,8 @@ def host_waits(model: nn.Module, facts: Facts) -> bool:
         return True
     if not any(type(module).__name__.endswith("Experts") for module in model.modules()):
         return False
-    return facts.dtypes[0] != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in (9, 10)
+    device = next(model.parameters()).device
+    return facts.dtypes[0] != torch.bfloat16 or torch.cuda.get_device_capability(device)[0] not in (9, 10)
 
 
 class StepRunner:

@@ -185,7 +185,7 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
 def _list_cells(config: ChooseConfig) -> list[Cell]:
     """Return the full cache, and each policy at its shares, on the one task; a group of tasks is refused."""
     if config.task is not None:
-        tasks.make(config.task)
+        tasks.make(config.task)  # refuses a group
     return list_cells(config.comparison())
 
 
@@ -328,6 +328,8 @@ def _choice(candidate: Candidate, config: ChooseConfig) -> Choice:
         schedule=config.schedule,
         options=dict(candidate.policy.options),
         gates=None if gates is None else _absolute(gates),
+        revision=config.revision,
+        quantization=config.quantization,
     )
 
 

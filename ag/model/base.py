@@ -9,6 +9,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -368,9 +369,10 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> peft.PeftModel:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Set the dropout of a frozen model to 0; its adapters keep theirs.
+    """Let passes of a frozen model be equal: its dropout is 0, and its routers choose experts as in inference.
 
-    Gates learn from the model's outputs. With dropout two passes would give different ones.
+    Gates learn from the model's outputs. With dropout, or with experts that are drawn (PhiMoE), two passes would give
+    different ones. Adapters keep their dropout.
     """
     if any(parameter.requires_grad and ".lora_" not in name for name, parameter in model.named_parameters()):
         return
@@ -382,6 +384,14 @@ def without_dropout(model: nn.Module) -> None:
         for key, value in vars(module).items():
             if "dropout" in key and isinstance(value, float):
                 setattr(module, key, 0.0)
+        if any("jitter" in key for key in vars(module)):
+            module.eval()
+            module.train = MethodType(_stay, module)  # type: ignore[method-assign]
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """Replace ``train`` of a module that stays in evaluation mode."""
+    return module
 
 
 def base_revision(model: PreTrainedModel) -> str | None:

@@ -28,14 +28,15 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     valid = _inferred(model, tokens, named) if mask is None else mask.bool()
     check_end(valid)
     interceptor.expect(valid, ids)
-    text = None
+    text, broken_off = None, True
     try:
         output = type(model).generate(model, *args, **kwargs)
         answers = getattr(output, "sequences", output)
         text = answers if ids is not None and ids.shape[1] == valid.shape[1] and isinstance(answers, Tensor) else None
+        broken_off = False
         return output
     finally:
-        interceptor.end_generation(text)
+        interceptor.end_generation(text, broken_off)
 
 
 def prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:

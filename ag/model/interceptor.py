@@ -133,8 +133,11 @@ class Interceptor(ABC):
         """
         return None
 
-    def end_generation(self, tokens: Tensor | None) -> None:
-        """Record the text ``[B, T]`` after generation, whose last token may not have been read; None if unknown."""
+    def end_generation(self, tokens: Tensor | None, broken_off: bool) -> None:
+        """Record the text ``[B, T]`` after generation, whose last token may not have been read; None if unknown.
+
+        ``broken_off`` says that an error ended the generation.
+        """
         return None
 
     def enter_layer(self, layer: int, hidden: Tensor) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from ag.commands.serve import ServeConfig
 from ag.config.spec import ENGINE, PolicySpec
-from ag.engine.cache import EvictionCache
 from ag.engine.policy import Policy, policy
+from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.model.chat import Chat, reads, spans
 from ag.serve.errors import ApiError
@@ -138,7 +138,8 @@ class RequestBuilder:
             if own_policy.by_gates and server_policy.gates is not None:
                 spec = replace(spec, path=server_policy.spec.path)
                 own_policy = replace(own_policy, gates=server_policy.gates, spec=spec).trained_with(server_policy.gates)
-            EvictionCache(self._scheduler.model, own_policy)  # raises if the model cannot run the policy
+            # Raises if the model cannot run the policy. It takes no memory, beside a step that may be recorded now.
+            CacheSetup.of(self._scheduler.model, own_policy, self._scheduler.pool)
             return own_policy
         except UserError as error:
             raise ApiError(400, str(error), param) from None

@@ -46,7 +46,7 @@ class GatedLoss(ABC):
 
     def __init__(self, config: Config, model: nn.Module, gates: AttentionGates | None) -> None:
         self.config, self.model, self.gates = config, model, gates
-        instrument(model)
+        self._rope_by_text = instrument(model).rope is not None
         if gates is not None:
             without_dropout(model)
         #: The loss of a token; validation measures it too.
@@ -64,9 +64,12 @@ class GatedLoss(ABC):
         """
 
     def run_decoder(self, batch: Batch, gating: Interceptor | None = None) -> Tensor:
-        """Run the decoder, under an interceptor if one is given; returns the final hidden states ``[B, T, d]``."""
-        if gating is None and "document_start" in batch:
-            gating = Gating(None, batch["attention_mask"], first=batch["document_start"])
+        """Run the decoder, under an interceptor if one is given; returns the final hidden states ``[B, T, d]``.
+
+        Where RoPE depends on the length of a text, each row is rotated by its own length in every pass.
+        """
+        if gating is None and (self._rope_by_text or "document_start" in batch):
+            gating = Gating(None, batch["attention_mask"], first=batch.get("document_start"))
         keywords = {"attention_mask": batch["attention_mask"]} if gating is None else {"gating": gating}
         output = decoder_of(self.model)(input_ids=batch["input_ids"], use_cache=False, **keywords)
         states: Tensor = output.last_hidden_state

@@ -65,7 +65,7 @@ class CachedPrompt:
         return next(iter(self.keys.values())).shape[1]
 
     def prefix(self, length: int) -> CachedPrompt:
-        """Return the first ``length`` tokens, whose keys, values and states do not depend on the later ones."""
+        """Return the first ``length`` tokens. Under a RoPE of fixed frequencies they do not depend on later tokens."""
         return CachedPrompt(
             {layer: x[:, :length] for layer, x in self.keys.items()},
             {layer: x[:, :length] for layer, x in self.values.items()},
@@ -354,10 +354,14 @@ class ReplayLoss(GatedLoss):
     def split_row(self, batch: Batch, row: int) -> tuple[CachedPrompt, Tensor, Tensor]:
         """Return the prompt of a row of a batch, and its response: token ids and labels ``[1, R]``.
 
-        A prompt that is a part of its context is taken from the whole context, which is read once for all its rows.
+        A prompt that is a part of its context is taken from the whole context, which is read once for all its rows. It
+        is read alone if RoPE rotates a text of the context's length by other frequencies.
         """
         prompt_length = int(batch["prompt_length"][row])
         context_length = int(batch["context_length"][row]) if "context_length" in batch else prompt_length
+        rope, lengths = instrument(self.model).rope, torch.tensor([context_length, prompt_length])
+        if rope is not None and len(rope.set_of(lengths).unique()) > 1:
+            context_length = prompt_length
         with_loss = (batch["labels"][row] != -100).nonzero()[:, 0]
         end = int(with_loss[-1]) + 1 if len(with_loss) else int(batch["attention_mask"][row].sum())
         tokens, labels = (batch[name][row, None, prompt_length:end] for name in ("input_ids", "labels"))

@@ -90,8 +90,8 @@ class _Replay(torch.autograd.Function):
             torch.minimum(prompt_weights, max_exponent, out=prompt_weights)
         prompt_weights.exp_()
         response_weights.exp_()
-        prompt_slope = ((d_out @ prompt_v.mT).to(lse.dtype) - delta) * prompt_weights
-        response_slope = ((d_out @ v.mT).to(lse.dtype) - delta) * response_weights
+        prompt_slope = (d_out @ prompt_v.mT).to(lse.dtype).sub_(delta).mul_(prompt_weights)
+        response_slope = (d_out @ v.mT).to(lse.dtype).sub_(delta).mul_(response_weights)
         d_keep = prompt_slope.sum(2) if keep is not None and ctx.needs_input_grad[5] else None
         if keep is not None:
             prompt_slope *= keep[:, :, None]
@@ -106,7 +106,7 @@ def _logits(rows: Tensor, k: Tensor, prompt_k: Tensor, scaling: float, window: i
     dtype = torch.promote_types(rows.dtype, torch.float32)
     if rows.dtype == torch.float16:  # products that are not scaled may overflow
         rows, scaling = rows * scaling, 1.0
-    prompt_logits, response_logits = ((rows @ keys.mT).to(dtype) * scaling for keys in (prompt_k, k))
+    prompt_logits, response_logits = ((rows @ keys.mT).to(dtype).mul_(scaling) for keys in (prompt_k, k))
     response_length, prompt_length = k.shape[2], prompt_k.shape[1]
     unseen = torch.ones(response_length, response_length, dtype=torch.bool, device=k.device).triu(1)
     if window is not None:

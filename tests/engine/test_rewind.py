@@ -5,11 +5,14 @@ import re
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import ag
+from ag.engine.decode import decode
 from ag.errors import UserError
 from tests.support import ROOT
 from tests.support.batches import row
+from tests.support.gates_for import gates_for
 from tests.support.http_server import VOCABULARY, byte_tokenizer
 from tests.support.reasoning import TEMPLATE
 from tests.support.refused import refuses
@@ -146,3 +149,162 @@ def test_one_of_several_answers_goes_on(tiny_llama):
     cache.remove([0, 2])
     turn = torch.cat([answers[1:2], row(4)[None]], 1)
     assert torch.equal(generate(model, turn, cache), generate(model, turn, None))
+
+
+class Stop(Exception):
+    """Raised by a streamer."""
+
+
+class StoppingStreamer:
+    """Raises at a call."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def put(self, tokens):
+        self.left -= 1
+        if not self.left:
+            raise Stop
+
+    def end(self):
+        """Do nothing."""
+
+
+@torch.no_grad()
+def test_an_answer_that_was_broken_off_is_not_continued_unseen(tiny_llama):
+    """Its tokens were read and are not known: a text that only shares the prompt would be continued after them."""
+    model, prompt = tiny_llama(), row(12)[None]
+    cache = ag.EvictionCache(model, "full")
+    with pytest.raises(Stop):
+        model.generate(prompt, past_key_values=cache, max_new_tokens=8, do_sample=False, streamer=StoppingStreamer(5))
+    assert cache.seen_tokens > prompt.shape[1] and not cache.state.pass_open
+    turn = torch.cat([prompt, row(9)[None]], 1)
+    with refuses(UserError, f"first {prompt.shape[1]} are known", "cache.rewind(input_ids)", "cache.reset()"):
+        generate(model, turn, cache)
+    assert cache.rewind(turn) == prompt.shape[1]
+    whole = generate(model, turn, cache)
+    assert torch.equal(whole, generate(model, turn, None))
+    more = torch.cat([whole, row(3)[None]], 1)
+    assert torch.equal(generate(model, more, cache), generate(model, more, None))
+
+
+@torch.no_grad()
+def test_another_text_after_several_answers_is_refused(tiny_llama):
+    model, prompt = tiny_llama(), row(12)[None]
+    cache = ag.EvictionCache(model, "full")
+    torch.manual_seed(0)
+    answers = model.generate(
+        prompt, past_key_values=cache, max_new_tokens=8, do_sample=True, num_return_sequences=2, pad_token_id=0
+    )
+    other = (torch.cat([answers, answers[:, :5]], 1) + 1) % 125
+    with refuses(UserError, "differ", "from column 0 on", "cache.reset()"):
+        generate(model, other, cache)
+    assert cache.rewind(torch.cat([answers, row(2).expand(2, -1)], 1)) == cache.seen_tokens > prompt.shape[1]
+
+
+@torch.no_grad()
+def test_the_order_of_beams_is_not_forgotten(tiny_llama, tmp_path):
+    """By a saved cache, by sequences that were cropped apart, and by a cache that took them in."""
+    model, prompt = tiny_llama(), row(12)[None]
+    pool = ag.Pool(model, 2**22)
+    beams, added = (ag.EvictionCache(model, "full", pool=pool) for _ in range(2))
+    arguments = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3, "num_return_sequences": 3}
+    model.generate(prompt, past_key_values=beams, **arguments)
+    beams.save(tmp_path / "cache")
+    loaded = ag.EvictionCache.load(tmp_path / "cache", model)
+    cropped, added_to = copy.deepcopy(beams), added
+    cropped.crop([1, 1, 0])
+    model(row(12)[None], past_key_values=added_to)
+    added_to.add(copy.deepcopy(beams))
+    for cache in (loaded, cropped, added_to):
+        new = row(4).expand(len(cache.valid), -1)
+        mask = torch.cat([cache.valid, torch.ones_like(new, dtype=torch.bool)], 1)
+        with refuses(UserError, "order of beams", "cache.reset()"):
+            model.generate(new, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW)
+
+
+@torch.no_grad()
+def test_what_is_protected_stays_protected_where_a_text_is_read_anew(tiny_llama):
+    """As in a loop of turns that begins by going back, with a cache that has read nothing."""
+    model, prompt = tiny_llama(), row(30)[None]
+    cache = ag.EvictionCache(model, "h2o", 6)
+    cache.protect([(0, 5)])
+    for ids in (prompt, row(40)[None]):
+        assert cache.rewind(ids) == 0
+        generate(model, ids, cache)
+        assert {*range(5)} <= {*cache.kept_positions(0)[0][0].tolist()}
+
+
+@torch.no_grad()
+def test_flags_decide_on_a_prompt_as_a_whole(tiny_llama):
+    """Going back into a prompt that is still complete would read the rest of another one without gates."""
+    model = tiny_llama().requires_grad_(False)
+    ag.attach(model, gates_for(model, recent_tokens=16))
+    first = row(12)[None]
+    second = torch.cat([first[:, :8], row(120)[None]], 1)
+    cache, fresh = ag.EvictionCache(model, "flags"), ag.EvictionCache(model, "flags")
+    generate(model, first, cache)
+    assert cache.rewind(second) == 0
+    assert torch.equal(generate(model, second, cache), generate(model, second, fresh))
+    assert cache.kept_share() == fresh.kept_share() < 1
+
+
+@torch.no_grad()
+def test_a_cache_that_was_cropped_to_nothing_knows_no_text(tiny_llama):
+    """What is read next by the model itself is not taken for the text before."""
+    model, prompt = tiny_llama(), row(12)[None]
+    cache = ag.EvictionCache(model, "full")
+    whole = generate(model, prompt, cache)
+    cache.crop(-cache.seen_tokens)
+    model(row(20, 4)[None], past_key_values=cache)
+    turn = torch.cat([whole, row(4)[None]], 1)
+    assert cache.rewind(turn) == 0
+    assert torch.equal(generate(model, turn, cache), generate(model, turn, None))
+
+
+def test_a_text_of_inference_mode_goes_back_outside_of_it(tiny_llama):
+    model, prompt = tiny_llama(), row(12)[None]
+    caches = [ag.EvictionCache(model, "full") for _ in range(2)]
+    for cache in caches:
+        with torch.inference_mode():
+            whole = model.generate(prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    turn = torch.cat([whole[:, :-3], row(4)[None]], 1)
+    assert caches[0].rewind(turn) == whole.shape[1] - 3
+    caches[1].crop(whole.shape[1] - 3 - caches[1].seen_tokens)
+    for cache in caches:
+        assert not cache.state.pass_open
+        with torch.inference_mode():
+            got = model.generate(turn, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+            assert torch.equal(got, generate(model, turn, None))
+
+
+@pytest.mark.parametrize("arguments", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}])
+@torch.no_grad()
+def test_a_text_that_was_read_once_has_several_answers(tiny_llama, arguments):
+    """As in transformers' own cache; another text is refused."""
+    model, context = tiny_llama(), row(12)[None]
+    ids = torch.cat([context, row(5, 3)[None]], 1)
+    cache, plain = ag.EvictionCache(model, "full"), DynamicCache()
+    for each in (cache, plain):
+        model.generate(context, past_key_values=each, max_new_tokens=1, do_sample=False)
+        each.batch_repeat_interleave(3)
+    told = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | arguments
+    with refuses(UserError, "differ"):
+        model.generate((ids + 1) % 125, past_key_values=cache, **told)
+    answers = []
+    for each in (cache, plain):
+        torch.manual_seed(0)
+        answers.append(model.generate(ids, past_key_values=each, **told))
+    assert torch.equal(*answers)
+
+
+def test_the_own_decoding_refuses_a_prompt_in_parts(tiny_llama):
+    model, prompt = tiny_llama(), row(12)[None]
+    with refuses(UserError, "prefill_chunk_size", "leave custom_generate out"):
+        model.generate(
+            prompt,
+            past_key_values=ag.EvictionCache(model, "full"),
+            custom_generate=decode,
+            max_new_tokens=2,
+            prefill_chunk_size=4,
+        )

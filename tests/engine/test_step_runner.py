@@ -124,7 +124,8 @@ def test_steps_are_recorded_on_the_device_of_the_model(monkeypatch):
         current[0] = before
 
     @contextmanager
-    def graph(graph, stream=None):
+    def graph(graph, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # other threads may allocate memory
         recorded.append((current[0], stream))
         yield
 
@@ -153,7 +154,7 @@ def test_steps_that_make_the_host_wait_are_not_recorded(model, monkeypatch):
     single, half, double = (facts(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
     monkeypatch.setattr("ag.kernels.dispatch.INTERPRETED", False)
     for capability, waits in (((8, 9), True), ((9, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert host_waits(experts, half) == waits
         assert host_waits(experts, single) and host_waits(model, double)
         assert not host_waits(model, half) and not host_waits(model, single)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 from statistics import fmean
 
 import pytest
@@ -229,8 +230,7 @@ def chosen(tmp_path):
     """`chosen(**changes)`: a file of a choice."""
 
     def write(**changes):
-        choice = {"model": "smollm2", "policy": "snapkv", "budget": 0.3, "schedule": "prefill"}
-        choice |= {"options": {"window": 16}, "gates": None} | changes
+        choice = asdict(Choice("smollm2", "snapkv", 0.3, options={"window": 16})) | changes
         (tmp_path / "choice.json").write_text(json.dumps({"choice": choice}))
         return str(tmp_path / "choice.json")
 
@@ -247,6 +247,9 @@ def test_commands_take_the_file(command, chosen):
     for name, value in (("policy", "h2o"), ("budget", 0.5), ("gates", "smollm2"), ("schedule", "steps:8")):
         with refuses(UserError, f"choice={file}", f"{name}={value}"):
             command(choice=file, **{name: value})
+    for name, value in (("revision", "abc"), ("quantization", "nf4")):
+        with refuses(UserError, f"{name}={value}", "ag.EvictionCache"):
+            command(choice=chosen(**{name: value}))
 
 
 def test_vllm_takes_the_file(chosen):

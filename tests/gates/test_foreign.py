@@ -12,6 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 import ag
+from ag import run
+from ag.config import Config, GateConfig
+from ag.errors import UserError
 from ag.gates import export
 from ag.gates.export import ExportError
 from tests.support import by_hand
@@ -86,6 +89,13 @@ def test_scores_of_kvzap(model, tmp_path, hidden, dtype):
         expected = kvzap_scores(state, layer, seen[layer])
         assert expected.std() > 0.5
         torch.testing.assert_close(found.to(EXACT), expected, rtol=CLOSE, atol=CLOSE)
+
+
+def test_training_from_kvzap_with_other_sizes_is_refused_in_words(model, tmp_path):
+    kvzap(tmp_path / "zap", 48)
+    config = Config(train="gates", gate=GateConfig(kind="mlp", hidden=64), init=str(tmp_path / "zap"))
+    with refuses(UserError, f"init={tmp_path / 'zap'}", "gate.hidden=48, here gate.hidden=64", "same kind and sizes"):
+        run.make_gates(model, config)
 
 
 def test_what_kvzap_keeps(model, tmp_path):

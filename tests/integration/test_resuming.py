@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ag import fit
 from ag.callbacks.checkpoint_files import checkpoints, step_of
 from ag.config import Config
+from ag.data import DataModule
 from ag.gates import export
 from ag.gates.gate import AttentionGates
 from ag.training.module import GatedLM
@@ -276,6 +277,42 @@ def test_a_run_that_patience_ended_does_not_train_on(recipe: Path, tmp_path: Pat
     shutil.rmtree(run / "export")
     resume(run)
     assert step_of(checkpoints(run)[0]) == last and (run / "export").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_patience_ended_trains_on_with_more_patience(recipe: Path, tmp_path: Path) -> None:
+    settings = "checkpoint.patience=1", "trainer.val_every=1", "optim.gate_lr=0", "trainer.max_steps=20"
+    run = train(recipe, tmp_path, *settings)
+    last = step_of(checkpoints(run)[0])
+    resume(run, "checkpoint.patience=4")
+    assert step_of(checkpoints(run)[0]) == last + 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("owner", [GatedLM, DataModule])
+def test_a_signal_beside_the_training_loses_nothing(
+    owner: type, signum: signal.Signals, code: int, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the validation after the last step; and SIGTERM before the first step, which Lightning's handler has noted."""
+    name = "validation_step" if owner is GatedLM else "train_dataloader"
+    if owner is DataModule and signum == signal.SIGINT:
+        pytest.skip("before the first step Ctrl-C interrupts at once")
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        own = getattr(owner, name)
+
+        def signalled(self: Any, *given: Any) -> Any:
+            patch.setattr(owner, name, own)
+            os.kill(os.getpid(), signum)
+            return own(self, *given)
+
+        patch.setattr(owner, name, signalled)
+        raise SystemExit(fit.main([f"recipe={recipe}", f"output={tmp_path}", "trainer.max_steps=2"]))
+    assert stopped.value.code == code
+    [run] = runs(tmp_path)
+    assert not (run / "export").exists()
+    resume(run)
+    assert (run / "export").exists() and step_of(checkpoints(run)[0]) == 2
 
 
 @pytest.mark.slow

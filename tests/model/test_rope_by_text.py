@@ -8,10 +8,13 @@ from torch.nn import functional as F
 
 import ag
 from ag import EvictionCache
+from ag.config import Config, GateConfig, LossConfig
 from ag.errors import UserError
+from ag.gates.gate import AttentionGates
 from ag.gates.gating import Gating
 from ag.model.hooks import restore
 from ag.serve import Request, Scheduler
+from ag.training.module import make_loss
 from tests.model.test_architectures import SUMS, text, tiny
 from tests.support import batches, served
 from tests.support.batches import positions
@@ -97,6 +100,19 @@ def test_a_prompt_in_parts_has_the_frequencies_of_the_whole(name):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
+def test_a_shorter_text_that_shares_the_begin_of_a_long_one_is_read_anew(name):
+    """The keys that are held have the frequencies of the long text."""
+    model, long = made(name), text(47, 3)
+    cache, words = EvictionCache(model, "full"), {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    model.generate(long[None], past_key_values=cache, **words)
+    short = torch.cat([long[:10], text(8, 4)])[None]
+    assert cache.rewind(short) == 0
+    model.generate(short, past_key_values=cache, **words)
+    assert int(cache.state.sequences.text_len) == short.shape[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
 def test_a_text_that_outgrows_its_frequencies_is_refused_and_nothing_changes(name, tmp_path):
     model, row = made(name), text(CHANGES - 1, 3)
     cache = EvictionCache(model, "full")
@@ -175,3 +191,55 @@ def test_a_restored_model_rotates_as_transformers_does():
     restore(model)
     assert "forward" not in vars(model.model.rotary_emb)
     assert torch.equal(model(row, use_cache=False).logits, made("llama")(row, use_cache=False).logits)
+
+
+def gated_loss(model, **loss):
+    """The loss under gates that evict nothing, or by replay."""
+    gate = GateConfig(kind="mlp", hidden=8, bias=100.0, covers="all")
+    config = Config(train="gates", gate=gate, loss=LossConfig(objective="kl", **loss))
+    return make_loss(config, model, AttentionGates(model.config, gate))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_training_rotates_each_row_as_inference_does(name):
+    """Open gates change nothing in a batch of texts on both sides, and a row has the loss that it has alone."""
+    model, given = made(name).requires_grad_(False), batches.padded(rows()[:2], "right")
+    batch = {name: given[name] for name in ("input_ids", "attention_mask")}
+    batch["labels"] = given["input_ids"].where(given["attention_mask"].bool(), -100).clone()
+    batch["labels"][:, :12] = -100
+    batch |= {"attention_mask": given["attention_mask"].bool(), "prompt_length": torch.tensor([12, 12])}
+    loss, bound = gated_loss(model, alpha=0.0), rounding(name)
+    assert float(loss.loss(batch, 0).values["kl_loss"]) <= bound
+    alone = {name: x[:1, : LENGTHS[0]] if x.ndim == 2 else x[:1] for name, x in batch.items()}
+    together, single = (loss.run_decoder(x)[:1, : LENGTHS[0]] for x in (batch, alone))
+    assert float((together - single).abs().max()) <= bound
+
+
+@torch.no_grad()
+def test_replay_reads_a_prompt_alone_where_its_context_has_other_frequencies():
+    model, context = made("phi3").requires_grad_(False), text(47, 3)
+    loss = gated_loss(model, replay=True, share_high=0.7, share_low=0.1)
+
+    def prompt_of(context_length):
+        batch = {"input_ids": context[None], "attention_mask": torch.ones(1, 47, dtype=torch.bool)}
+        lengths = {"prompt_length": torch.tensor([20]), "context_length": torch.tensor([context_length])}
+        return loss.split_row(batch | lengths | {"labels": context[None].clone()}, 0)[0]
+
+    alone = prompt_of(20)
+    for context_length in (30, 47):
+        keys = prompt_of(context_length).keys
+        assert all(float((keys[layer] - x).abs().max()) <= rounding("phi3") for layer, x in alone.keys.items())
+
+
+@torch.no_grad()
+def test_experts_are_not_drawn_while_gates_train():
+    """PhiMoE draws them in training mode; its student, its teacher and inference would differ."""
+    model = made("phimoe").requires_grad_(False)
+    loss = gated_loss(model, alpha=0.0)
+    model.train()
+    batch = {"input_ids": text(20, 3)[None], "attention_mask": torch.ones(1, 20, dtype=torch.bool)}
+    first, second = (loss.teacher(batch) for _ in range(2))
+    assert torch.equal(first, second) and model.training
+    model.eval()
+    assert torch.equal(first, loss.teacher(batch))

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ag.commands.doctor import DoctorConfig
 from ag.commands.serve import ServeConfig
 from ag.compare import CompareConfig
 from ag.config import Config
+from ag.config.choice import Choice
 from ag.config.command_line import parse
 from ag.data.__main__ import main as data_command
 from ag.evaluate.__main__ import EvaluateConfig
@@ -107,8 +109,8 @@ def test_command_is_one_that_the_tests_cover(words, capsys, monkeypatch, tmp_pat
     program = words[2] if words[:2] == ["python", "-m"] else words[0]
     if "choice.json" in " ".join(words):
         monkeypatch.chdir(tmp_path)
-        chosen = {"model": "smollm2", "policy": "gates:smollm2", "budget": 0.3, "schedule": "prefill"}
-        (tmp_path / "choice.json").write_text(json.dumps({"choice": {**chosen, "options": {}, "gates": None}}))
+        chosen = asdict(Choice("smollm2", "gates:smollm2", 0.3))
+        (tmp_path / "choice.json").write_text(json.dumps({"choice": chosen}))
     if program in RUNS:
         stop = [] if {"--help", "--recipes"} & set(words) else ["--print"]
         with pytest.raises(SystemExit) as done:

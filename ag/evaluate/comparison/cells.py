@@ -41,6 +41,8 @@ class Cell:
     label: str  # name of the policy in tables; see ag.config.spec.specs_by_name
     policy: Policy
     task: Task
+    model_checksum: str | None  # of the files of a model in a folder; None: the model is from the hub
+    gates_checksum: str | None  # None: the policy reads no gates
 
     @property
     def name(self) -> str:
@@ -121,6 +123,8 @@ class Cell:
             data=self.task.source,
             revision=config.revision,
             adapter=config.adapter and f"{config.adapter} ({export.adapter_checksum(config.adapter)[:8]})",
+            model_checksum=self.model_checksum,
+            gates_checksum=self.gates_checksum,
         )
         return FinishedCell(summary, [*outcomes], [*views])
 
@@ -133,6 +137,7 @@ def list_cells(config: CompareConfig) -> list[Cell]:
     adapter = None if config.adapter is None else export.adapter_checksum(config.adapter)
     samples = None if config.samples is None else f"the first {config.samples} that can be run"
     local = checksums(config.model)  # another model or chat template may be written into its folder
+    model_checksum = _hash([local])[:12] if local else None
     common = (asdict(config.base), adapter, samples, config.max_tokens, *([local] if local else []))
     policies.sort(key=lambda pair: pair[1].spec.evicts)  # the full cache shows first whether the model can do a task
     full = [] if any(not cell_policy.spec.evicts for _, cell_policy in policies) else [("full", policy("full"))]
@@ -151,14 +156,17 @@ def list_cells(config: CompareConfig) -> list[Cell]:
             # keys call flags `gates`, as versions before `flags` did: their results are found again
             policy_text = repr(replace(cell_policy, spec=cell_policy.spec.ranked))
             settings = [*common, policy_text, gates, type(task).__name__, task.identity()]
-            text = json.dumps(settings, sort_keys=True, default=str)
-            key = hashlib.sha256(text.encode()).hexdigest()[:20]
-            cell = Cell(key, label, cell_policy, task)
+            key = _hash(settings)[:20]
+            cell = Cell(key, label, cell_policy, task, model_checksum, gates and gates[:12])
             if (other := cells.setdefault(key, cell)) is not cell:
                 raise UserError(
                     f"{other.name!r} and {cell.name!r} are one cell: leave one out of policies=, budgets=, tasks=."
                 )
     return list(cells.values())
+
+
+def _hash(settings: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _labelled_policy(plan: Plan, kv_dtype: KVDtype, config: CompareConfig) -> tuple[str, Policy]:

@@ -80,6 +80,8 @@ class Summary:
     data: str | None = None  # where the samples come from: a folder or the hub
     revision: str | None = None  # git revision of the model on the hub; None: the newest, or a folder
     adapter: str | None = None  # export whose LoRA weights are on the model, and their checksum
+    model_checksum: str | None = None  # of the files of a model in a folder; None: the model is from the hub
+    gates_checksum: str | None = None  # None: the policy reads no gates
 
     @property
     def name(self) -> str:

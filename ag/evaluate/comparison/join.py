@@ -14,16 +14,18 @@ from ag.evaluate.comparison import tables
 from ag.evaluate.comparison.folder import ROWS, FinishedCell, Folder
 from ag.evaluate.tasks.base import HUB
 
-WAYS = "task", "model", "revision", "adapter", "dtype", "quantization"  # rows that differ in one are not paired
+#: Rows that differ in one of these are not paired.
+WAYS = "task", "model", "model_checksum", "revision", "adapter", "dtype", "quantization"
+OPTION = "option "  # before the name of a task's option among these
 
 
 def join(paths: Sequence[Path]) -> tuple[list[FinishedCell], str]:
     """Read the finished cells of several folders, of all commands that wrote there, and where their data came from.
 
     A task that was measured in several ways (model, adapter, data, options) is several tasks, whose names say what
-    differs; data is what the first sample contains, as far as this is known, and not its place. A label of several
-    policies gets the name of its folder, and a number if several commands gave it to several policies there. Of equal
-    rows the one with the most samples remains.
+    differs; data is what the samples contain, as far as this is known, and not its place. A label of several policies
+    gets the name of its folder, and a number if several commands gave it to several policies there. Of equal rows the
+    one with the most samples remains.
 
     Raises:
         UserError: no row can be read.
@@ -56,14 +58,34 @@ def _read_cells(paths: Sequence[Path]) -> tuple[dict[str, FinishedCell], DataFra
             if key not in cells or cells[key].summary.problem is not None:
                 cells[key], folders[key] = cell, folder
                 ways = {name: str(getattr(cell.summary, name)) for name in WAYS}
-                options = {name: str(value) for name, value in (cell.summary.task_options or {}).items()}
+                options = {OPTION + name: str(value) for name, value in (cell.summary.task_options or {}).items()}
                 conditions[key] = ways | {"data": cell.summary.data or last_data} | options
     first_samples = {key: cell.outcomes[0].content_hash if cell.outcomes else "" for key, cell in cells.items()}
     places = {(conditions[key]["task"], content): conditions[key]["data"] for key, content in first_samples.items()}
     for key, content in first_samples.items():
         if content:  # one place of equal data: earlier versions wrote another one of generated samples
             conditions[key]["data"] = places[conditions[key]["task"], content]
+    for key, number in _content_numbers(cells, conditions).items():
+        conditions[key]["contents"] = str(number)
     return cells, DataFrame.from_dict(conditions, orient="index").astype(object), folders
+
+
+def _content_numbers(cells: dict[str, FinishedCell], conditions: dict[str, dict[str, str]]) -> dict[str, int]:
+    """Return a number for each cell: cells that were measured alike, and whose samples have equal contents, share it.
+
+    A sample of equal id has other contents if its file has changed, or if another ``max_tokens`` cuts it.
+    """
+    groups: dict[tuple[tuple[str, str], ...], list[dict[str, str]]] = {}  # the known contents of each number, by id
+    numbers = {}
+    for key, cell in cells.items():
+        known = {outcome.sample: outcome.content_hash for outcome in cell.outcomes if outcome.content_hash}
+        contents = groups.setdefault(tuple(sorted(conditions[key].items())), [])
+        equal = (x for x in contents if all(x.get(sample, content) == content for sample, content in known.items()))
+        if (same := next(equal, None)) is None:
+            contents.append(same := {})
+        same |= known
+        numbers[key] = contents.index(same) + 1
+    return numbers
 
 
 def _with_conditions_in_tasks(cells: dict[str, FinishedCell], conditions: DataFrame) -> dict[str, FinishedCell]:
@@ -72,29 +94,33 @@ def _with_conditions_in_tasks(cells: dict[str, FinishedCell], conditions: DataFr
     for task, group in conditions.groupby("task", sort=False):
         differing = [name for name in group if group[name].nunique(dropna=False) > 1]
         for key, row in group[differing].iterrows() if differing else ():
-            way = ", ".join(f"{name}={value}" for name, value in row.fillna(tables.UNKNOWN).items())
+            values = row.fillna(tables.UNKNOWN).items()
+            way = ", ".join(f"{str(name).removeprefix(OPTION)}={value}" for name, value in values)
             renamed[key] = cells[key].renamed(task=f"{task} ({way})")
     return renamed
 
 
 def _with_folders_in_labels(cells: dict[str, FinishedCell], folders: dict[str, str]) -> dict[str, FinishedCell]:
     """Return the cells; a label of several policies has the name of its folder, and a number if that is not enough."""
-    policies: dict[tuple[str, str], set[str]] = {}  # by name and task
-    for summary, *_ in cells.values():
-        policies.setdefault((summary.name, summary.task), set()).add(summary.policy)
-    ambiguous = {name for (name, _), meant in policies.items() if len(meant) > 1}
-    ambiguous_labels = {summary.label for summary, *_ in cells.values() if summary.name in ambiguous}
-    meanings: dict[tuple[str, str], list[str]] = {}  # policies without their budgets, by label and folder
-    renamed = dict(cells)
+    policies = {key: _policy_without_budget(cell) for key, cell in cells.items()}
+    policies_of_label: dict[str, set[str]] = {}
+    for key, cell in cells.items():
+        policies_of_label.setdefault(cell.summary.label, set()).add(policies[key])
+    renamed, policies_there = dict(cells), dict[tuple[str, str], list[str]]()  # by label and folder, in order
     for key, cell in cells.items():
         label = cell.summary.label
-        if label in ambiguous_labels:
-            of_label = meanings.setdefault((label, folders[key]), [])
-            meaning = cell.summary.policy.replace(f"budget={cell.summary.budget!r}", "")
-            of_label += [] if meaning in of_label else [meaning]
-            number = of_label.index(meaning) + 1
+        if len(policies_of_label[label]) > 1:
+            there = policies_there.setdefault((label, folders[key]), [])
+            there += [] if policies[key] in there else [policies[key]]
+            number = there.index(policies[key]) + 1
             renamed[key] = cell.renamed(label=f"{label} ({folders[key]}{f', {number}' if number > 1 else ''})")
     return renamed
+
+
+def _policy_without_budget(cell: FinishedCell) -> str:
+    """Return what a label means: the policy without its budget, and the checksum of its gates."""
+    policy = cell.summary.policy.replace(f"budget={cell.summary.budget!r}", "")
+    return f"{policy} {cell.summary.gates_checksum}"
 
 
 def _folder_names(paths: Sequence[Path]) -> dict[Path, str]:

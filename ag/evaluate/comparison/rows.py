@@ -60,7 +60,8 @@ class Comparison:
         rows = DataFrame([_row(cell) for cell in cells], dtype=object).astype(TYPES)
         unpaired = list(rows.itertuples(index=False))
         self._baselines = {(row.task, row.budget): row for row in reversed(unpaired) if row.label == baseline}
-        self._full_rows = {row.task: row for row in reversed(unpaired) if not row.evicts and row.n}  # the first of each
+        full_rows = sorted((row for row in unpaired if not row.evicts and row.n), key=stores_codes)
+        self._full_rows = {row.task: row for row in full_rows[::-1]}  # the first of each, in the model's type if any is
         self.rows = rows.join(DataFrame([self._comparisons(row) for row in unpaired], dtype=float))
         self.results: list[Row] = list(self.rows.itertuples(index=False))
         self.failed = [row for row in self.results if row.problem is not None]  # without a result
@@ -125,7 +126,7 @@ class Comparison:
     def uninformative(self, task: str) -> str:
         """Return a remark if the model cannot do a task, as its full cache shows; else an empty text."""
         full = self._full_rows.get(task)
-        if full is None or not full.mean <= full.floor:
+        if full is None or not (full.mean <= full.floor if full.higher_is_better else full.mean >= full.floor):
             return ""
         return f"not informative for this model: {full.metric} {full.mean:.4f} with the full cache"
 
@@ -224,6 +225,11 @@ def uncompared_results(comparison: Comparison) -> list[str]:
         shares = [100 * getattr(each, which) for each in (row, other)]
         sentences.append(f"{row.task}: {row.name} keeps {shares[0]:.1f} %{of}, {other.name} {shares[1]:.1f} %")
     return list(dict.fromkeys(sentences))
+
+
+def stores_codes(row: Row) -> bool:
+    """Whether keys and values are stored as codes of fewer bits, not in the model's type."""
+    return "kv_dtype=" in row.policy
 
 
 def comparable(row: Row, other: Row) -> bool:

@@ -12,7 +12,7 @@ from pandas import DataFrame
 from rich import box
 from rich.table import Table as Printed
 
-from ag.evaluate.comparison.folder import tag_values
+from ag.evaluate.comparison.folder import comparable_samples, tag_values
 from ag.evaluate.comparison.rows import NOT_COMPARED, Comparison, Row, part_values, percent, uncompared_results
 from ag.evaluate.comparison.statistics import interval_text
 from ag.evaluate.comparison.verdict import find_verdicts, headlines
@@ -43,7 +43,8 @@ BY_PART = (
     "with a 95 % bootstrap interval. A number without a sign is the nats of a policy with another kept share."
 )
 UNKNOWN = "unknown"  # value that rows of earlier versions lack
-END, LAST = "held@end", "last"  # tag of a stream's outcome; the last column of a table by part
+END = "held@end"  # tag of a stream's outcome
+LAST = ""  # the last column of a table by part: no part has an empty name
 MAX_BLOCKS = 12  # columns of a table by position
 
 
@@ -160,7 +161,8 @@ def sections(comparison: Comparison) -> list[Section]:
         rows = comparison.of_task(task)
         more = []
         for kind in comparison.part_kinds(task):
-            score = f"Before each comma the {rows[0].metric}; the worst part has the lowest. " * (kind != POSITION)
+            worst = "lowest" if rows[0].higher_is_better else "highest"
+            score = f"Before each comma the {rows[0].metric}; the worst part has the {worst}. " * (kind != POSITION)
             note = BY_PART.format(comparison.baseline, score)
             more.append((f"{task} by {kind}", note, by_part(comparison, task, kind)))
         which = "higher" if rows[0].higher_is_better else "lower"
@@ -216,7 +218,10 @@ def by_part(comparison: Comparison, task: str, kind: str) -> DataFrame:
                 interval = "" if paired is None else interval_text(paired.low, paired.high, "+.3f")
                 line[part] = f"{scores[part]:.2f}, {line[part]}{interval}"
         ends = tag_values(outcomes, END).values()
-        line[LAST] = f"{fmean(ends):.1%}" if ends else "" if scores.empty else f"{scores.idxmin()}: {scores.min():.2f}"
+        line[LAST] = f"{fmean(ends):.1%}" if ends else ""
+        if not ends and not scores.empty:
+            worst = scores.idxmin() if row.higher_is_better else scores.idxmax()
+            line[LAST] = f"{worst}: {scores[worst]:.2f}"
         lines |= {row.name: line} if outcomes else {}
     table = DataFrame.from_dict(lines, orient="index")
     parts = [column for column in table if column != LAST]
@@ -232,7 +237,9 @@ def part_means(comparison: Comparison, row: Row, base: Row | None, kind: str) ->
     """Return mean and standard error of the nats of each part (columns ``mean``, ``error``), less those of a base."""
     values = part_values(comparison.outcomes(row), kind)
     if base is not None:  # on the samples and parts that both have
-        values = (values - part_values(comparison.outcomes(base), kind)).dropna(axis=1, how="all")
+        common = comparable_samples(comparison.outcomes(row), comparison.outcomes(base))
+        base_values = part_values(comparison.outcomes(base), kind)
+        values = (values[values.index.isin(common)] - base_values).dropna(axis=1, how="all")
     return DataFrame({"mean": values.mean(), "error": values.sem()})
 
 

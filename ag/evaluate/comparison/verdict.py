@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ag.evaluate.comparison.folder import tag_values
-from ag.evaluate.comparison.rows import Comparison, Row, at_budget, percent, same_kept_share
+from ag.evaluate.comparison.folder import comparable_samples, tag_values
+from ag.evaluate.comparison.rows import Comparison, Row, at_budget, percent, same_kept_share, stores_codes
 from ag.evaluate.comparison.statistics import SIGNIFICANT, Paired, interval_text
 
 HALF = 0.5
@@ -83,14 +83,17 @@ def find_verdict(comparison: Comparison, task: str, budget: str) -> Verdict:
         return without("no policy has a result at this budget")
     lower = bool(tag) or not compared[0].higher_is_better
     values = {row.key: tag_values(comparison.outcomes(row), tag) for row in compared}
-    common = set.intersection(*map(set, values.values()))  # joined folders may have rows of more samples
+    first = comparison.outcomes(compared[0])  # joined folders may have rows of more samples
+    common = set(values[compared[0].key]).intersection(
+        *({*comparable_samples(first, comparison.outcomes(row))} & values[row.key].keys() for row in compared)
+    )
 
     def mean(row: Row) -> float:
         return fmean(values[row.key][sample] for sample in common or values[row.key])
 
     best, *other_policies = sorted(compared, key=mean, reverse=not lower)
     alike = [row for row in other_policies if same_kept_share(best, row)]
-    full = next((row for row in measured if not row.evicts), None)
+    full = min((row for row in measured if not row.evicts), key=stores_codes, default=None)
     rival = next((row for row in alike if not (best.gated and row.gated)), full)
 
     def gain_over(row: Row, other: Row | None) -> Paired | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,12 +28,12 @@ from ag.errors import UserError
 from ag.evaluate.comparison.cells import NO_SAMPLES, Cell
 from ag.evaluate.comparison.folder import FinishedCell, Folder, common_samples
 from ag.evaluate.inside import KeptTokens, record_kept_tokens
-from ag.evaluate.tasks import Outcome, Task
+from ag.evaluate.tasks import Outcome, Sample, Task
 from ag.gates import export
 from ag.model import base as models
 from ag.plugins import load
 
-WORKER = 2  # main memory of a process on a cluster, in multiples of the stored weights of the model
+MEMORY_BY_WEIGHTS = 2  # main memory of a process on a cluster, in multiples of the stored weights of the model
 SECONDS = 30.0  # between two lines of progress without a terminal
 
 
@@ -116,7 +119,7 @@ def _run_cells(
         for unit in units:
             yield from worker.run(unit)
         return
-    memory = WORKER * models.stored_nbytes(config.model, config.revision)
+    memory = MEMORY_BY_WEIGHTS * models.stored_nbytes(config.model, config.revision)
     room = cluster.Room.on(config.device, cpus=torch.get_num_threads(), memory=memory)
     with cluster.connected(config.cluster):
         make = partial(_remote, config, command, torch.get_num_threads())
@@ -174,6 +177,7 @@ class Worker:
                 self.task, self.loaded = None, NO_SAMPLES
                 self.loaded = cells[0].task.load(self.tokenizer, self.config.samples, self.max_tokens)
                 self.content_hashes = {sample.id: sample.content_hash for sample in self.loaded.samples}
+                _check_ids(cells[0].task, self.loaded.samples)
                 self.task = cells[0].task
         except UserError:
             raise
@@ -236,13 +240,13 @@ class Worker:
         return finished + [self._finish(cell, cell.refusal()) for cell in refused]
 
     def _add(self, cell: Cell, outcome: Outcome, outcomes: list[Outcome]) -> None:
-        """Append an outcome to those of its cell, here and in the folder; raises ``UserError`` if it is not finite."""
-        for name, value in (("score", outcome.score), *outcome.tags.items()):  # JSON has only finite numbers
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(
-                    f"sample {outcome.sample} has the {name} {value}: expected a finite number; try dtype=float32."
-                )
-        outcomes.append(replace(outcome, content_hash=self.content_hashes.get(outcome.sample, "")))
+        """Append an outcome to those of its cell, here and in the folder; ``UserError``: it cannot be written there."""
+        score = _plain(outcome.sample, "score", outcome.score)
+        if isinstance(score, str):
+            raise UserError(f"sample {outcome.sample} has the score {score!r}: expected a number.")
+        tags = {name: _plain(outcome.sample, name, value) for name, value in outcome.tags.items()}
+        content_hash = self.content_hashes.get(outcome.sample, "")
+        outcomes.append(replace(outcome, score=score, tags=tags, content_hash=content_hash))
         if self.folder is not None:
             self.folder.add(cell.key, outcomes[-1])
         self.progress.outcome()
@@ -325,6 +329,29 @@ class ComparisonProgress:
         elif self._clock() - self._last >= SECONDS:
             self._last = self._clock()
             self._console.print(f"{text} ({self._name})", soft_wrap=True, highlight=False)
+
+
+def _check_ids(task: Task, samples: Sequence[Sample]) -> None:
+    """Refuse samples of a plugin with one id: policies are paired by it."""
+    counts = Counter(sample.id for sample in samples)
+    for name, count in counts.items():
+        if count > 1:
+            raise UserError(f"task {task.name}: {count} samples have the id {name!r}: expected one each.")
+
+
+def _plain(sample: str, name: str, value: Any) -> float | str:
+    """Return a score or a tag as a number or a text that JSON has and results are read with.
+
+    Raises:
+        UserError: it is neither, or it is not finite.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, numbers.Real):
+        raise UserError(f"sample {sample} has the {name} {value!r:.80}: expected a number or a text.")
+    if not math.isfinite(value):
+        raise UserError(f"sample {sample} has the {name} {value}: expected a finite number; try dtype=float32.")
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else float(value)
 
 
 def _num_valid(outcomes: Sequence[Outcome], content_hashes: Mapping[str, str]) -> int:

@@ -53,6 +53,8 @@ REWRITTEN = [
         (r"(?<![\d.])(\d+)\s+(\d+/\d+)", r"(\1+\2)"),
     )
 ]
+BETWEEN_WORDS = re.compile(r"(?<!\d)\s|\s(?!\s*\d)|[()]")  # not a blank between digits: "20 30" is not 2030
+HALF_OF_DAY = re.compile(r"\d\s*(?:\\text\s*\{\s*)?([ap])\.?m(?![a-zA-Z])")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?")
 #: Words and units, also ``/hour``. Letters of a to d, and letters without a vowel, are products of variables.
 UNIT = re.compile(
@@ -84,6 +86,8 @@ def is_equal(answer: str, reference: str) -> bool:
     sets and lists.
     """
     texts = [_rewrite(answer), _rewrite(reference)]
+    if len({match[1] for text in texts if (match := HALF_OF_DAY.search(text.casefold()))}) > 1:
+        return False
     numbers = [text.rstrip("% ") for text in texts]
     if _same(*numbers):
         return True
@@ -158,7 +162,7 @@ def _same_value(first: str, second: str) -> bool:
     try:
         left, right = _values(_without_words(first)), _values(_without_words(second))
     except (ValueError, ArithmeticError, RecursionError):  # words, or an answer that cannot be read
-        words = [re.sub(r"[\s()]", "", TEXT.sub(r"\1", text)).casefold() for text in (first, second)]
+        words = [BETWEEN_WORDS.sub("", TEXT.sub(r"\1", text)).casefold() for text in (first, second)]
         return words[0] == words[1] != ""
     if ("=" in first) != ("=" in second):
         return False

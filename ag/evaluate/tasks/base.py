@@ -27,7 +27,7 @@ PositiveInts = Annotated[Sequence[PositiveInt], Field(min_length=1)]
 LeftOut = Literal["too long", "too short"]
 HUB, GENERATED = "the Hugging Face hub", "generated samples"  # where samples come from, if not from a folder
 POSITION = "position"  # kind of the parts of a text: blocks of tokens, named by their first position
-PART = re.compile(r"(score|nats)@(?:([a-z]+) (.+)|(\d+))")  # the tag of a part: measure, kind and name, or position
+PART = re.compile(r"(score|nats)@(?:([^\W\d]\w*) (.+)|(\d+))")  # the tag of a part: measure, kind and name, or position
 
 
 @dataclass(frozen=True)

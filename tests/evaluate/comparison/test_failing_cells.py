@@ -2,8 +2,9 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -12,11 +13,12 @@ from ag.compare import main
 from ag.engine.scorers import SCORERS
 from ag.engine.scorers.controls import KNorm
 from ag.engine.wrappers import WRAPPERS, Wrapper
+from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison import work
 from ag.evaluate.comparison.compare import compare
 from ag.evaluate.comparison.folder import tag_values
-from ag.evaluate.tasks import Outcome
+from ag.evaluate.tasks import Outcome, Sample
 from tests.evaluate.conftest import lines, without_charts, words
 from tests.support.refused import names
 
@@ -184,6 +186,34 @@ def test_a_batch_is_run_as_a_whole(config, quiet, tmp_path, monkeypatch):
 )
 def test_errors_of_memory(error):
     assert work._problem(error) == f"out of memory: {error}"
+
+
+def test_what_a_task_of_a_plugin_may_return(config, quiet, monkeypatch):
+    """Truth values are numbers, which a second run reads; other values and ids that come twice are refused."""
+
+    def run(self, model, tokenizer, policies, samples):
+        for sample in samples:
+            yield 0, Outcome(sample.id, True, 40, 0.5, 10, 0.0, tags)
+
+    def read_twice(*given):
+        for sample in read(*given):
+            yield replace(sample, id="a") if isinstance(sample, Sample) else sample
+
+    ppl, read, tags = tasks.TASKS["ppl"][0], tasks.TASKS["ppl"][0].read, {"right": True, "nats": np.float32(0.5)}
+    monkeypatch.setattr(ppl, "run", run)
+    settings = config(policies=["full"], samples=2)
+    [row] = compare(settings, quiet).results
+    assert (row.mean, row.nats, row.n) == (1.0, 0.5, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(work.Worker, "run", None)
+        assert compare(settings, quiet).results[0].mean == 1.0
+    tags = {"right": None}
+    [row] = compare(config(policies=["full"], samples=2, output=f"{settings.output}/1"), quiet).results
+    names(row.problem, "has the right None: expected a number or a text")
+    monkeypatch.setattr(ppl, "read", read_twice)
+    with pytest.raises(UserError) as refused:
+        compare(config(policies=["full"], samples=2, output=f"{settings.output}/2"), quiet)
+    names(str(refused.value), "task ppl: 2 samples have the id 'a'", "expected one each")
 
 
 def test_a_task_that_fails(config, quiet, monkeypatch):

@@ -110,6 +110,50 @@ def test_a_label_with_two_meanings_has_the_name_of_its_folder(folder):
     assert [name for _, name, _ in shown(*paths)] == ["g (a) 0.5", "g (b) 0.5", "tova 0.5"]
 
 
+def test_a_label_with_two_meanings_at_two_budgets_or_tasks_too(folder):
+    first, second = ("ag.policy('gates:x', budget=0.5)", "ag.policy('gates:y', budget=0.3)")
+    one, other = cell("g", policy=first, key="1"), cell("g", 0.3, policy=second, key="2")
+    elsewhere = cell("g", policy=first.replace("x", "y"), key="3", task="own")
+    assert [name for _, name, _ in shown(folder("a", one), folder("b", other))] == ["g (a) 0.5", "g (b) 0.3"]
+    assert [name for _, name, _ in shown(folder("a", one), folder("c", elsewhere))] == ["g (a) 0.5", "g (c) 0.5"]
+
+
+def test_gates_and_a_model_that_were_written_anew_are_other_ones(folder):
+    gates = [cell("g", policy="ag.policy('gates:x', budget=0.5)", key=key, gates_checksum=key) for key in ("1a", "2b")]
+    assert [name for _, name, _ in shown(folder("a", *gates))] == ["g (a) 0.5", "g (a, 2) 0.5"]
+    models = [cell(label, key=label, model_checksum=sha) for label, sha in (("h2o", "1a"), ("tova", "2b"))]
+    assert [task for task, *_ in shown(folder("b", *models))] == ["ppl (model_checksum=1a)", "ppl (model_checksum=2b)"]
+
+
+def with_contents(made, *hashes):
+    """A cell whose first samples have these contents."""
+    pairs = zip(made.outcomes, [*hashes, *[""] * len(made.outcomes)], strict=False)
+    return made._replace(outcomes=[replace(outcome, content_hash=content) for outcome, content in pairs])
+
+
+def test_samples_of_one_place_with_other_contents_are_another_task(folder):
+    """The first sample is equal, as where only long ones are cut; the last cell knows no contents."""
+    cells = [with_contents(cell("h2o", key="1"), "a", "b"), with_contents(cell("tova", key="2"), "a", "c")]
+    cells += [with_contents(cell("snapkv", key="3"), "a", "b"), cell("cake", key="4")]
+    assert [task for task, *_ in shown(folder("a", *cells))] == [f"ppl (contents={n})" for n in (1, 2, 1, 1)]
+
+
+def test_an_option_may_have_the_name_of_a_condition(folder):
+    options = {"data": "books"}
+    paths = [folder(x, cell("h2o", key=x, data=f"/{x}", task_options=options)) for x in ("one", "two")]
+    assert [task for task, *_ in shown(*paths)] == ["ppl (data=/one)", "ppl (data=/two)"]
+
+
+def test_memory_is_a_share_of_the_full_cache_in_the_model_s_type(folder):
+    """In whatever order the folders are given."""
+    codes = cell("full int8", None, 0.0, key="8", policy="ag.policy('full', kv_dtype='int8')")
+    codes = codes._replace(outcomes=[replace(outcome, kv_bytes=outcome.kv_bytes // 2) for outcome in codes.outcomes])
+    paths = folder("a", codes), folder("b", FULL, cell("h2o"))
+    for order in (paths, paths[::-1]):
+        rows = Comparison(join(order)[0], paths[0]).results
+        assert {row.label: row.memory for row in rows} == pytest.approx({"full int8": 0.5, "full": 1.0, "h2o": 0.5})
+
+
 def test_a_label_with_two_meanings_in_one_folder_is_numbered(folder):
     """As when a second command names other gates `g`; budgets of one policy keep one label."""
     texts = [f"ag.policy('gates:{name}', budget={budget})" for name, budget in (("x", 0.5), ("y", 0.5), ("y", 0.3))]

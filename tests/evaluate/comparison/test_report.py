@@ -255,6 +255,31 @@ def test_tables_and_a_chart_by_part(tmp_path):
     assert chart.x_label == "turn" and "kinds_turns" not in charts
 
 
+def test_parts_of_any_name_and_the_worst_where_lower_is_better(tmp_path):
+    """A part called ``last``, and a kind with a digit; samples with other contents are not subtracted."""
+    tags = [by_part("level_2", [("first", 0.1, 1.0), ("last", 5.0, 2.0)])]
+    full = result("full", None, "own", [1.0], False, tags=tags)
+    tova = result("tova", 0.5, "own", [1.0], False, tags=tags)
+    [(name, note, table)] = tables.sections(compared_of(full, tova, folder=tmp_path))[0].more
+    assert name == "own by level_2" and "the worst part has the highest" in note
+    assert [*table.columns] == ["policy", "first", "last", "worst"]
+    assert table.values.tolist()[0] == ["full", "0.10, 1.000", "5.00, 2.000", "last: 5.00"]
+    full, tova = (
+        one._replace(outcomes=[replace(outcome, content_hash=content) for outcome in one.outcomes])
+        for one, content in ((full, "a"), (tova, "b"))
+    )
+    [(*_, table)] = tables.sections(compared_of(full, tova, folder=tmp_path))[0].more
+    assert "tova 0.5" not in table.policy.values or "+" not in "".join(table.values.tolist()[1])
+
+
+def test_a_low_score_is_good_where_lower_is_better(tmp_path):
+    """A full cache far below the mean of chance can do the task."""
+    for score, remark in ((1.0, ""), (9.0, "not informative")):
+        full = result("full", None, "own", [score] * 3, False)
+        full = full._replace(summary=replace(full.summary, floor=8.0))
+        assert compared_of(full, folder=tmp_path).uninformative("own")[:15] == remark
+
+
 # ---- figures
 
 
