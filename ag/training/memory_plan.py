@@ -311,7 +311,7 @@ def _layer(
         block, part = blocks[name]
         input_is_shared = not mixed and stored_bytes == 4 and "lora_A" in name
         if weight.trained:
-            kept_inputs[(block, part == last_parts[block]) if input_is_shared else name] = weight.inputs
+            kept_inputs[(block, part == last_parts.get(block)) if input_is_shared else name] = weight.inputs
     if gate is not None:
         gate_config = config.gate.sized(width)
         gate_weights = {f"gate.{name}": weight for name, weight in gate.items()}
