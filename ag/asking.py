@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ag.engine import EvictionCache, Policy, policy
 from ag.engine.policy import Option
 from ag.errors import UserError
+from ag.model.generation import own_settings
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,14 @@ def ask(
     texts = []
     for _, after in prompts:
         ids = torch.cat([context_ids, _ids(tokenizer, after, device)], 1)
-        output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=copy.deepcopy(cache),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-        )
+        with own_settings(model, tokenizer):
+            output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=copy.deepcopy(cache),
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+            )
         text = str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
         texts.append(text if tokenizer.chat_template else text.partition("\n")[0])
     return Answers(texts, report.kept_share, sum(report.nbytes), report.plain_nbytes)

@@ -28,6 +28,7 @@ from ag.engine.report import Report
 from ag.errors import BudgetWarning, UserError
 from ag.loading import load_model
 from ag.model.chat import Chat, Part, spans
+from ag.model.generation import own_settings
 
 if TYPE_CHECKING:
     from ag.loading import Model
@@ -130,9 +131,11 @@ def generate(config: GenerateConfig) -> dict[str, Generation]:
             f"The prompt has {length} tokens: expected 1 to {longest}, which leave room for "
             f"max_new_tokens={config.max_new_tokens} in the model's context."
         )
-    return {
-        name: _generate(model, tokenizer, ids.long(), policy, protected, config) for name, policy in policies.items()
-    }
+    with own_settings(model, tokenizer):
+        return {
+            name: _generate(model, tokenizer, ids.long(), policy, protected, config)
+            for name, policy in policies.items()
+        }
 
 
 def read_policy(config: SharedPolicy) -> Policy:

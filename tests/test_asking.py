@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import GenerationConfig
 
 import ag
 from ag.errors import UserError
@@ -47,6 +49,18 @@ def test_each_answer_is_that_of_its_question_alone(model, template, policy):
         assert answer == (alone if template else alone.partition("\n")[0])
     assert (answers.kept_share < 0.31) == (policy[0] == "h2o") and answers.nbytes > 0
     assert str(answers).splitlines()[-1].startswith(f"[{answers.kept_share:.1%} of the context kept")
+
+
+def test_settings_of_the_model_do_not_change_answers_and_are_left_as_they_are(model, monkeypatch):
+    tokenizer = byte_tokenizer()
+    plain = ag.ask(model, tokenizer, CONTEXT, QUESTIONS, "full", max_new_tokens=6)
+    settings = GenerationConfig(repetition_penalty=1.5, no_repeat_ngram_size=1)
+    monkeypatch.setattr(model, "generation_config", settings)
+    assert ag.ask(model, tokenizer, CONTEXT, QUESTIONS, "full", max_new_tokens=6).texts == plain.texts
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    assert ag.ask(adapted, tokenizer, CONTEXT, QUESTIONS, "full", max_new_tokens=6).texts == plain.texts
+    inner = adapted.get_base_model()
+    assert model.generation_config is settings and inner.generation_config.repetition_penalty == 1.5
 
 
 def test_questions_that_cannot_be_asked(model):

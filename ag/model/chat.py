@@ -66,7 +66,7 @@ class Chat:
             options = json.loads(text)
             json.dumps(options, ensure_ascii=False).encode()  # half of a surrogate pair is no character
             row = {"messages": options} if isinstance(options, list) else options
-            messages = [for_template(message) for message in row["messages"]]
+            messages = [for_template(from_api(message)) for message in row["messages"]]
             if not messages or not all(isinstance(message.get("role"), str) for message in messages):
                 raise ValueError("a message has no role, or there is none")
             return cls(messages, variables(row))
@@ -123,6 +123,19 @@ def _rows(text: str) -> int:
     except (ValueError, RecursionError):
         return 0
     return len(lines) if is_json_lines and len(lines) > 1 else 0
+
+
+def from_api(message: Mapping[str, Any]) -> Message:
+    """Return a message of OpenAI's API as templates know it: parts of text are joined, and a developer is the system.
+
+    vLLM joins the parts in the same way.
+    """
+    out, content = dict(message), message.get("content")
+    if isinstance(content, list) and all(isinstance(x, dict) and x.get("type") == "text" for x in content):
+        out["content"] = "\n".join(part["text"] for part in content)
+    if out.get("role") == "developer":
+        out["role"] = "system"
+    return out
 
 
 def for_template(message: Mapping[str, Any]) -> Message:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 from ag.model.decoder_pass import interceptor_in, with_cache_argument
+from ag.model.structure import end_tokens
 from ag.model.support import check_adapter, check_end
 
 FIRST = ("inputs", "generation_config")  # arguments of ``model.generate`` that may come without a name
@@ -37,6 +40,26 @@ def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         return output
     finally:
         interceptor.end_generation(text, broken_off)
+
+
+@contextmanager
+def own_settings(model: Any, tokenizer: Any) -> Iterator[None]:
+    """Let ``model.generate`` follow its arguments alone, and stop where the server does.
+
+    transformers fills every argument that was not given from the model's ``generation_config.json``, such as a
+    repetition penalty, under which greedy decoding does not choose the likeliest token.
+    """
+    ends = sorted(end_tokens(model, tokenizer.eos_token_id))
+    settings = GenerationConfig(eos_token_id=ends or None, pad_token_id=tokenizer.pad_token_id)
+    models = [model, model.get_base_model()] if hasattr(model, "get_base_model") else [model]  # PEFT copies its own
+    before = [x.generation_config for x in models]
+    try:
+        for x in models:
+            x.generation_config = settings
+        yield
+    finally:
+        for x, old_settings in zip(models, before, strict=True):
+            x.generation_config = old_settings
 
 
 def prepare_inputs(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from ag.errors import nearest
 from ag.model.chat import Part as ChatPart
-from ag.model.chat import for_template
+from ag.model.chat import for_template, from_api
 from ag.serve.request import Count, SamplingParams, Temperature
 
 #: Unsupported parameters of OpenAI's API, with values that change nothing.
@@ -31,7 +31,9 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "suffix": ("",),
 }
 #: Parameters that describe the client and do not change a completion.
-IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
+IGNORED = {
+    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"
+}  # fmt: skip
 #: What to do with a parameter that needs another one.
 NEEDS = "needs {}; change that, or leave this out"
 
@@ -96,12 +98,7 @@ class Message(MessagePart):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message for chat templates."""
-        message = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            message["content"] = "\n".join(part.text for part in self.content)  # as vLLM
-        if self.role == "developer":
-            message["role"] = "system"
-        return for_template(message)
+        return for_template(from_api(self.model_dump(exclude_none=True)))
 
 
 class JsonSchema(StrictModel):

@@ -35,7 +35,9 @@ CLOSE_SECONDS = 2  # for open connections, after the last completion
 
 def run(invocation: Invocation[ServeConfig]) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
-    config = replace(invocation.config, api_key=invocation.config.api_key or os.environ.get(KEY_VARIABLE))
+    config = replace(
+        invocation.config, api_key=(invocation.config.api_key or os.environ.get(KEY_VARIABLE, "")).strip() or None
+    )
     if invocation.dry_run:
         print(f"{read_policy(config).spec}: {config.memory_bytes} bytes, {config.host}:{config.port}")
         return 0

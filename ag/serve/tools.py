@@ -162,8 +162,9 @@ class OutputParser:
                 values = event["value"] if isinstance(event["value"], list) else [event["value"]]
                 if not all(isinstance(value["function"]["name"], str) for value in values):
                     raise ValueError("the name of a call is no text")
-                calls = [*map(self._call, values)]
-                parts.setdefault(field, []).extend(calls if self._parallel else [x for x in calls if x["index"] < 1])
+                calls = [call for call in map(self._call, values) if self._parallel or call["index"] < 1]
+                if calls:
+                    parts.setdefault(field, []).extend(calls)
             elif event["type"] == "region_chunk" and not event["dirty"]:
                 parts[field] = parts.get(field, "") + event["text"]
                 self._num_emitted += len(event["text"])

@@ -1,13 +1,16 @@
 """``ag.generate``: texts and numbers against forward passes under masks and against transformers."""
 
+import copy
 import io
 import json
 import os
 import re
+import shutil
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import GenerationConfig
 
 import ag
 from ag.config import LoraConfig
@@ -75,6 +78,22 @@ def test_text_and_numbers_are_those_of_masked_forward_passes(folder, tiny_llama,
     seen, token = len(ids) + NEW - 1, 3 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head size, bytes
     held = seen * token - evicted * len(ids) * token
     assert held <= found.kv_bytes < held + 32 * token  # and some spare slots to append to
+
+
+def test_settings_of_the_model_do_not_change_greedy_text(folder, tmp_path, tiny_llama, tiny_tokenizer):
+    """Its penalties are not taken; the text ends where the server ends it: at the end token of the tokenizer too."""
+    base = shutil.copytree(folder / "base", tmp_path / "base")
+    [plain] = generate(config(folder, gates=None, model=str(base))).values()
+    GenerationConfig(repetition_penalty=1.5, no_repeat_ngram_size=1, num_beams=2).save_pretrained(base)
+    [settings] = generate(config(folder, gates=None, model=str(base))).values()
+    assert settings.text == plain.text and plain.new_tokens == NEW
+    ids = tiny_tokenizer(PROMPT, return_tensors="pt")
+    new = tiny_llama().generate(**ids, max_new_tokens=NEW, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+    ending = copy.deepcopy(tiny_tokenizer)
+    ending.eos_token = tiny_tokenizer.convert_ids_to_tokens(new[2])
+    ending.save_pretrained(base)
+    [ended] = generate(config(folder, gates=None, model=str(base))).values()
+    assert ended.new_tokens == new.index(new[2]) + 1
 
 
 def test_compare_adds_the_text_of_transformers_own_cache(folder, tiny_llama, tiny_tokenizer):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml  # type: ignore[import-untyped]
 
 from ag import cluster, run_on_cluster
 from ag.callbacks.checkpoint_files import checkpoints, step_of
 from ag.config import Config
-from ag.config.recipes import load_config
 from ag.errors import UserError
 from tests.support import ROOT
 from tests.support.command import logged, runs, start, weights
@@ -125,7 +125,7 @@ def test_a_signal_to_the_command_on_a_cluster(
         [run] = runs(tmp_path / "runs")
     finished(begun(tmp_path, f"resume={run}", *more))
     equal(run, whole, *([7] if signum == signal.SIGTERM else []))
-    assert load_config(run / "config.yaml", Config).cluster == (None if more else machines.address)
+    assert yaml.safe_load((run / "config.yaml").read_text())["cluster"] == (None if more else machines.address)
 
 
 @pytest.mark.slow

@@ -35,6 +35,18 @@ def said(tiny_tokenizer, monkeypatch):
     return texts
 
 
+def test_a_file_is_read_as_the_server_reads_a_request(tmp_path, tiny_tokenizer, monkeypatch):
+    """Parts of text are joined, and a developer is the system."""
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", TURNS)
+    parts = [{"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}]
+    messages = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": parts}, MESSAGES[2]]
+    (tmp_path / "chat.json").write_text(json.dumps(messages))
+    read = chat.Chat.read(tmp_path / "chat.json")
+    assert read.text(tiny_tokenizer) == "<system> Be short. <user> Hi\nyou <assistant> Yes <assistant>"
+    protocol = pytest.importorskip("ag.serve.protocol", reason="pip install 'ag[serve]'")
+    assert read.messages == [protocol.Message.model_validate(message).for_template() for message in messages]
+
+
 def test_each_part_is_found_where_it_lies(said):
     """Words of a message that the template has too are no part of the template."""
     assert said("system") == ["Be short."]

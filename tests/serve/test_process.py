@@ -27,7 +27,7 @@ def served(tiny, tmp_path):
     (tmp_path / "secret-folder").mkdir()
     folder = saved(tiny, tmp_path / "secret-folder")
     keys = ("policy=h2o", "budget=0.5", "memory=32MiB", f"answer_tokens={LONG}", "served_name=tiny", "queue=60")
-    with server(folder, *keys, AG_API_KEY=KEY) as (address, process):
+    with server(folder, *keys, AG_API_KEY=f"{KEY}\n") as (address, process):  # as of a file
         yield openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=60), address, process, folder
 
 

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient  # noqa: E402
 
 from ag.serve.app import new_app  # noqa: E402
 from ag.serve.protocol import (  # noqa: E402
+    IGNORED,
     NEUTRAL,
     ChatCompletionRequest,
     CompletionRequest,
@@ -292,4 +293,7 @@ def test_parameters_are_those_of_openai():
     of_chats = {"chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
     assert set(ChatCompletionRequest.model_fields) - ChatCompletionRequest.openai_fields == own | of_chats
     assert set(CompletionRequest.model_fields) - CompletionRequest.openai_fields == own
+    refused = {"moderation", "prediction", "verbosity", "web_search_options"}  # they change a completion
+    known = set(ChatCompletionRequest.model_fields) | set(NEUTRAL) | IGNORED
+    assert ChatCompletionRequest.openai_fields - known <= refused
     assert set(NEUTRAL) <= ChatCompletionRequest.openai_fields | CompletionRequest.openai_fields

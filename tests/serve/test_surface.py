@@ -1,6 +1,7 @@
 """Endpoints beside chats and texts, and what pages and programs send and read."""
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -136,6 +137,14 @@ def test_a_request_has_a_policy_of_its_own(tiny, served):
     answer = served[1].post("/v1/chat/completions", json=chat).json()
     assert answer["ag"]["policy"] == "knorm 4" and 0 < answer["ag"]["kept"] < 1
     assert "ag" not in served[1].post("/v1/chat/completions", json={**chat, "ag": None}).json()
+
+
+def test_a_policy_of_a_request_is_checked_without_memory(served, monkeypatch):
+    """A pool beside the server's would take memory of the device, while the scheduler may record a step."""
+    monkeypatch.setattr("ag.engine.setup.BlockPool", Mock(side_effect=AssertionError("a pool is made")))
+    body = {"model": "tiny", "prompt": "abc " * 9, "max_tokens": 2, "ag": {"policy": "tova", "budget": 7}}
+    answer = served[1].post("/v1/completions", json=body).json()
+    assert answer["choices"][0]["ag"]["policy"] == "tova 7"
 
 
 def test_a_policy_of_a_request_has_the_positions_of_the_server(tiny):
