@@ -72,7 +72,8 @@ class Key:
 def keys(schema: type[Any]) -> Mapping[str, Key]:
     """Return the keys of a dataclass and its nested dataclasses by dotted name; inherited keys come last.
 
-    Of a section with several dataclasses, a key of several of them is listed once, and their common keys come first.
+    If a section may have several dataclasses, a key that several of them share is listed once, and shared keys come
+    first.
     """
     return _cached_keys(cast(Hashable, schema))
 

@@ -121,34 +121,17 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
     """Return the configuration of values; ``__post_init__`` of its sections checks combinations.
 
     The last value of a key counts; the entries of mappings are merged (:func:`_merge`). A section may have several
-    dataclasses, of which values such as ``data.kind`` choose one. A layer that chooses another one than the layers
-    before it also drops the values of those layers that the dataclass does not have; ``drop`` drops them from all
-    layers.
+    dataclasses, of which values such as ``data.kind`` choose one. If a layer chooses another dataclass, values from
+    earlier layers that it lacks are dropped; ``drop`` drops them from all layers.
 
     Raises:
         ConfigError: a required key has no value, a key does not belong to the chosen dataclass, or a combination is
             invalid.
     """
     schema_keys = keys(schema)
-    layer_of = {name: number for number, layer in enumerate(layers) for name in layer}
-    tree: dict[str, Any] = {}
-    for name, value in _merge(layers, schema_keys).items():
-        *sections, leaf = name.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = _expand_home(value) if schema_keys[name].holds in PATHS else value
-    sections_with_choice = CHOSEN.keys() - schema_keys.keys()  # in some schemas the name is that of a single key
-    for section in tree.keys() & sections_with_choice:
-        choose, classes = CHOSEN[section]
-        tag, chosen_in = choose(tree[section]), _chosen_in(section, layers)
-        for leaf in [leaf for leaf in tree[section] if leaf not in classes[tag].__dataclass_fields__]:
-            name, value = f"{section}.{leaf}", tree[section].pop(leaf)
-            says_nothing = value == schema_keys[name].default
-            if not (drop or says_nothing or layer_of[name] < chosen_in):
-                owners = [x for x, kind in classes.items() if leaf in kind.__dataclass_fields__ and not x.endswith(OWN)]
-                expected = f"expected {' or '.join(owners)}; set that, or leave {name} out"
-                raise ConfigError(f"{name}={as_argument(value)} with {tag}: {expected}")
+    tree = _tree(_merge(layers, schema_keys), schema_keys)
+    for section in tree.keys() & (CHOSEN.keys() - schema_keys.keys()):  # in some schemas the name is a single key
+        _remove_unread(section, tree[section], layers, schema_keys, drop)
     try:
         return cast(T, _adapter(cast(Hashable, schema)).validate_python(tree))
     except ValidationError as error:
@@ -157,6 +140,42 @@ def build(schema: type[T], layers: Sequence[Mapping[str, Any]], drop: bool = Fal
             name = ".".join(map(str, detail["loc"]))
             raise ConfigError(f"{name} has no value: give {name}=...") from None
         raise ConfigError(str(detail["ctx"]["error"])) from None  # of __post_init__; the values have the keys' types
+
+
+def _tree(values: Mapping[str, Any], schema_keys: Mapping[str, Key]) -> dict[str, Any]:
+    """Return values by dotted key as nested sections, with ``~`` replaced in paths."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, leaf = name.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = _expand_home(value) if schema_keys[name].holds in PATHS else value
+    return tree
+
+
+def _remove_unread(
+    section: str,
+    values: dict[str, Any],
+    layers: Sequence[Mapping[str, Any]],
+    schema_keys: Mapping[str, Key],
+    drop: bool,
+) -> None:
+    """Remove the values that the chosen dataclass of a section does not have.
+
+    A value that is the default, or from a layer before the choice, goes in silence; any other is refused unless
+    ``drop``.
+    """
+    choose, classes = CHOSEN[section]
+    tag, chosen_in = choose(values), _chosen_in(section, layers)
+    for leaf in [leaf for leaf in values if leaf not in classes[tag].__dataclass_fields__]:
+        name, value = f"{section}.{leaf}", values.pop(leaf)
+        set_in = max(number for number, layer in enumerate(layers) if name in layer)
+        if drop or value == schema_keys[name].default or set_in < chosen_in:
+            continue
+        owners = [x for x, kind in classes.items() if leaf in kind.__dataclass_fields__ and not x.endswith(OWN)]
+        expected = f"expected {' or '.join(owners)}; set that, or leave {name} out"
+        raise ConfigError(f"{name}={as_argument(value)} with {tag}: {expected}")
 
 
 def _merge(layers: Sequence[Mapping[str, Any]], schema_keys: Mapping[str, Key]) -> dict[str, Any]:

@@ -90,9 +90,9 @@ class BlockPool:
             self._references = torch.zeros(FIRST, dtype=torch.int32)  # of each block so far, on the host
         self._used_below = 0  # no block from here on is taken
         self._holes = 0  # free blocks before that
-        self._holders: dict[int, list[Any]] = {}  # what stores take, also those just below
-        self._dropped: list[int] = []  # stores that are gone
-        #: Holders of blocks that can be made anew: ``drop()`` releases some, and returns whether there were any.
+        self._holders: dict[int, list[Any]] = {}  # by id: table, block counts and pages of each store
+        self._dropped: list[int] = []  # stores that are gone, whose blocks are not released yet
+        #: Caches whose blocks may be dropped: ``drop()`` frees some, and returns whether it did.
         self.spares: weakref.WeakSet[Any] = weakref.WeakSet()
         #: Changes whenever columns move to other memory.
         self.version = 0
@@ -104,7 +104,7 @@ class BlockPool:
     # ---- columns
 
     def views(self, size: int, gate: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the columns as heads of a size, by its place in :attr:`sizes`, use them.
+        """Return views of the columns for the heads whose index in :attr:`sizes` is ``size``.
 
         These are keys ``[P, n, D]`` and values ``[P, n, Dv]``, or bytes of codes, token indices ``[P, n]`` int32, and
         gate outputs ``[P, n]`` of a type, whose column is made at the first call; None without a type.

@@ -253,7 +253,7 @@ class Evictor:
         noted = self.budgets.over_budget
         noted = torch.zeros(len(over), dtype=torch.bool) if noted is None else noted
         if not noted.any():
-            warnings.warn(  # one text for every prompt, and Python shows it once
+            warnings.warn(  # the text is equal for all prompts, so Python shows it once
                 f"{self.policy!r} protects {int(num_protected[int(over.long().argmax())])} tokens per KV head (sinks, "
                 "recent, window, protect), more than its budget allows here, and keeps them all; give a larger budget "
                 "or protect less.",

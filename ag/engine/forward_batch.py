@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from ag.model.interceptor import AttentionCall
+
+if TYPE_CHECKING:
+    from ag.engine.evictor import Evictor
 
 
 class Prompts(NamedTuple):
@@ -21,15 +24,23 @@ class Prompts(NamedTuple):
     protected_on_device: Tensor | None  # protected tokens, on the device
 
 
+class PendingEviction(NamedTuple):
+    """An eviction from a layer that waits until the last layer which reads its keys and values has attended."""
+
+    readers_left: int
+    call: AttentionCall
+    weights: Tensor | None  # of a single query, where the scorer needs them
+    evictor: Evictor | None  # None: this pass evicts nothing from the layer
+
+
 @dataclass(kw_only=True, eq=False)
 class PassNotes:
-    """What one moment of a pass leaves for a later one.
+    """Values that one stage of a pass stores for a later stage.
 
     Attributes:
         gate_logits: by layer, the logits of the new tokens, until these are stored.
         gate_outputs: by layer, what was stored of them, for later layers that read its keys and values. None: no gate.
-        kv_readers: by layer, how many later layers still read its keys and values, and what the last of them needs to
-            evict: the call, its attention weights and the evictor.
+        kv_readers: by layer, the eviction that waits for the last layer which reads its keys and values.
         longest_rows: ``[B]`` long on the host, tokens of each sequence's longest row before the pass, for positions by
             slot.
         expired: whether a layer freed tokens that no later query sees.
@@ -37,7 +48,7 @@ class PassNotes:
 
     gate_logits: dict[int, Tensor] = field(default_factory=dict)
     gate_outputs: dict[int, Tensor | None] = field(default_factory=dict)
-    kv_readers: dict[int, tuple[int, AttentionCall, Tensor | None, Any]] = field(default_factory=dict)
+    kv_readers: dict[int, PendingEviction] = field(default_factory=dict)
     longest_rows: Tensor | None = None
     expired: bool = False
 
@@ -60,7 +71,7 @@ class ForwardBatch:
         is_first_pass: whether nothing was cached before.
         evicting: ``[B]`` bool on the host, the sequences to evict from after these tokens; None means none.
         step: whether it is one token of each sequence after its prompt; its tensors lie at one address at each step.
-        notes: what one moment of this pass leaves for a later one.
+        notes: values that one stage of this pass stores for a later stage.
     """
 
     token_indices: Tensor

@@ -122,7 +122,8 @@ class ForwardPass(Interceptor):
             self._check_room(new, _count(new, attention_mask))
         state.compute_mode = compute_mode
         state.pass_open, self.call_length = True, length  # until the end of the last pass
-        if is_first_pass and setup.policy.budget is None and setup.gates is None:  # all that comes stays
+        if is_first_pass and setup.policy.budget is None and setup.gates is None:
+            # nothing is evicted: all blocks can be reserved at once
             counts = _count(new, attention_mask)
             setup.pool.reserve(sum(store.blocks_needed(counts) for store in state.stores))
         if length == 1 and ready and (attention_mask is None or bool(new.all())):  # a step: all layers get room at once

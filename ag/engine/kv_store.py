@@ -16,7 +16,7 @@ from ag.kernels.kv_compact import kv_compact
 from ag.kernels.pages import Pages
 from ag.model.geometry import KVHeads
 
-SPARE_BLOCKS = 8  # of a table beyond its longest row, so that it does not move with each new block
+SPARE_BLOCKS = 8  # free columns of a block table, which is allocated anew only when they are used up
 #: Names of the contents of each row, ``[L, B, Hkv, ...]``.
 ROWS = "lengths_cpu", "block_counts", "shared_block_counts", "block_table", "lengths"
 
@@ -139,9 +139,12 @@ class KVStore:
         """Return the token index of each slot, ``[B, Hkv, N]`` long, -1 on free slots; see :meth:`pool_indices`."""
         blocks, count = self._table(layer, all_slots)
         by_block = self.pages(layer).token_indices[blocks]  # a block is copied at once
-        token_indices = by_block.flatten(-2)[..., :count].long()
-        free = torch.arange(count, device=blocks.device) >= self.lengths[layer][..., None]
-        return token_indices.masked_fill_(free, -1)
+        return by_block.flatten(-2)[..., :count].long().masked_fill_(self.free_slots(layer, count), -1)
+
+    def free_slots(self, layer: int, count: int) -> Tensor:
+        """Return which of a layer's first ``count`` slots hold no token, ``[B, Hkv, count]`` bool."""
+        lengths = self.lengths[layer]
+        return torch.arange(count, device=lengths.device) >= lengths[..., None]
 
     def gate_outputs(self, layer: int, pool_index: Tensor) -> Tensor:
         """Return the gate outputs of a layer's tokens at :meth:`pool_indices`."""
@@ -243,9 +246,11 @@ class KVStore:
             return (), torch.zeros(0, dtype=torch.long)
         at = table_indices(first, end)
         blocks = self.block_table[layers].cpu()[at].long()
-        order = blocks.argsort(stable=True)  # of rows that share a block with no row elsewhere, the last one keeps it
-        nth = torch.arange(len(order)) - torch.searchsorted(blocks[order], blocks[order])
-        copied = order[nth + 1 < self.pool.references(blocks[order])]
+        order = blocks.argsort(stable=True)
+        ordered = blocks[order]
+        occurrence = torch.arange(len(ordered)) - torch.searchsorted(ordered, ordered)  # 0, 1, ... of each block
+        # a block with r references is copied at most r - 1 times: the row with its last reference keeps it
+        copied = order[occurrence + 1 < self.pool.references(ordered)]
         return tuple(x[copied] for x in at), blocks[copied]
 
     def copy_shared_blocks(self, layer: int, sequences: Tensor) -> None:

@@ -15,7 +15,7 @@ from ag import retention
 from ag.engine.block_pool import PoolFullError
 from ag.engine.cached_kv import CachedKV
 from ag.engine.evictor import Evictor, Stopwatch
-from ag.engine.forward_batch import ForwardBatch
+from ag.engine.forward_batch import ForwardBatch, PendingEviction
 from ag.engine.kv_store import KVStore
 from ag.engine.layer_reader import LayerReader
 from ag.engine.observation_window import ObservationWindow, Queries
@@ -105,12 +105,13 @@ class Layer:
                 self._free_expired(batch, store, first, batch.counts if batch.step else None)
         out, weights, placed = self.append_and_attend(call, batch, store, evictor)
         if self.num_kv_readers and not batch.is_first_pass:
-            # later layers attend to these keys too, and the last of them evicts; a first pass hands them over
-            own = self.num_kv_readers, placed, weights, evictor
-            readers_left, placed, weights, evictor = batch.notes.kv_readers.get(self.index, own)
-            batch.notes.kv_readers[self.index] = readers_left - 1, placed, weights, evictor
-            if readers_left:
+            # Later layers read these keys too: the last of them evicts. In a first pass their calls hold the keys.
+            own = PendingEviction(self.num_kv_readers, placed, weights, evictor)
+            pending = batch.notes.kv_readers.get(self.index, own)
+            batch.notes.kv_readers[self.index] = pending._replace(readers_left=pending.readers_left - 1)
+            if pending.readers_left:
                 return out.to(call.q.dtype)
+            _, placed, weights, evictor = pending
         elif call.shared:
             return out.to(call.q.dtype)
         if evictor is not None:
@@ -122,7 +123,8 @@ class Layer:
                     queries = self._add_past_queries(queries, batch, store, last)
                 if batch.evicting is not None or needs.every_query:
                     self._score_and_evict(placed, batch, layer_stores, evictor, queries, weights)
-        decided_later = evictor is not None and self.index in evictor.budgets.pending  # by masks of these slots
+        # later layers may still evict from this one, by masks over these slots: the slots must not move
+        decided_later = evictor is not None and self.index in evictor.budgets.pending
         if self.can_expire and not batch.step and not decided_later:  # else ForwardPass.end_pass does it
             self.free_expired_if_many(batch, store)
         return out.to(call.q.dtype)
@@ -141,26 +143,26 @@ class Layer:
         placed = call if store.rotation is None else store.rotation.rotate_call(call, batch, store)
         if not (batch.step or call.shared):  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
-        pages, num_recent = store.pages(self.index), self.visible_unflagged
-        gate = batch.notes.gate_outputs.get(self.index)
-        if self.gates is not None:
-            gate = gate if call.shared else self._gate_output(batch)
-            num_recent = None if self._dense(batch) else num_recent
-        flags_act = num_recent is not None
-        if not call.shared:
+        pages = store.pages(self.index)
+        # newest tokens that are seen without a flag; None means that all tokens are seen
+        num_recent = None if self._dense(batch) else self.visible_unflagged
+        if call.shared:
+            gate = batch.notes.gate_outputs.get(self.index)
+        else:
+            gate = None if self.gates is None else self._gate_output(batch)
             k, v = (x.to(store.pool.dtype) for x in (placed.k, placed.v))  # autocast
             kv_append(pages, k, v, batch.token_indices, gate)
             if self.num_kv_readers:
                 batch.notes.gate_outputs[self.index] = gate
-        if call.mask is not None and flags_act:
+        if call.mask is not None and num_recent is not None:
             raise UserError("Tokens of an image see later ones: expected gates that read a prompt densely.")
-        if batch.is_first_pass and not flags_act:  # left-aligned: padding comes last, where no token sees it
+        if batch.is_first_pass and num_recent is None:  # left-aligned: padding comes last, where no token sees it
             return call.dense(None, left_padded=False), None, call
         if batch.is_first_pass and num_recent and gate is not None:
             valid = batch.token_indices >= 0 if batch.padded else None
             arguments = placed.q, placed.k, placed.v, gate, valid, call.scaling, num_recent
             return gated_prefill(*arguments, window=call.window, softmax=call.softmax), None, placed
-        sees_all_held = batch.step and call.window is None and not flags_act
+        sees_all_held = batch.step and call.window is None and num_recent is None
         needs = None if evictor is None or not batch.step or call.shared else evictor.needs[batch.is_prefill]
         weigh = needs is not None and needs.step_weights and (batch.evicting is not None or bool(needs.every_query))
         query_indices = None if sees_all_held else batch.token_indices
@@ -231,7 +233,8 @@ class Layer:
         store = layer_stores[self.index]
         reader = self._reader(call, batch, store, queries, weights)
         slots = reader.cached.shape[2]
-        records = {name: x[..., :slots] for name, x in store.records[self.index].items()}  # of no further free slots
+        # without the free slots at the end of the table
+        records = {name: x[..., :slots] for name, x in store.records[self.index].items()}
         if batch.evicting is not None:
             return evictor.evict(reader, batch, layer_stores, records)
         needs = evictor.needs[batch.is_prefill]
@@ -313,7 +316,7 @@ class Layer:
         ``store`` counts ``uncached`` ``[B]`` tokens already, which are not stored yet. None: it counts none.
         """
         dense = self._dense(batch) and not batch.ends_prompt  # later parts of the prompt see all tokens
-        # scorers look back at queries that see further, except after the border of a chunk
+        # Scorers read attention of earlier queries, whose windows begin earlier. Under chunked attention they cannot.
         if batch.is_prefill and not batch.ends_prompt and self.chunk is None:
             query = (query - self.policy.lookback).clamp_min(0)
         if self.window is None and self.chunk is None and (self.visible_unflagged is None or dense):

@@ -1,4 +1,4 @@
-"""Attention masks and protected spans of a text: what of them fits the tokens that a cache has read, or is to read."""
+"""Checks that attention masks and protected spans fit the tokens that a cache has read or will read."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ def policy(
             instead of their places in the text (StreamingLLM), so that a stream may run past the model's context;
             ``positions="interpolated"`` by their places, of which the far ones are squeezed once the text is longer
             than the context; ``kv_dtype="int8"`` holds keys and values in codes of 8 bits
-            (:class:`ag.kernels.codes.Codes`). Scorers see what these stand for, but a prompt that comes in one pass as
-            it was computed.
+            (:class:`ag.kernels.codes.Codes`). Scorers see the decoded keys and values. A prompt that is read in one
+            pass is scored before encoding.
 
     Raises:
         UserError: for unknown names (the nearest is suggested), parts that cannot combine, values out of range, or

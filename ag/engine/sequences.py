@@ -32,11 +32,11 @@ class SequenceState:
     #: Tokens seen.
     num_tokens: Tensor
     prompt_len: Tensor
-    text_len: Tensor  # tokens of the prompt when its first part came
+    text_len: Tensor  # length by which RoPE chooses frequencies: of the prompt, as announced with its first part
     #: Tokens at the last eviction, or at the last removal of hidden tokens; :meth:`crop` goes back no further.
     evicted_at: Tensor
     #: Length of the prefix that :meth:`crop` cannot remove once a layer freed hidden tokens: the prompt, and every pass
-    #: before the last. Of a sequence that had no token in the last pass it is the whole.
+    #: before the last. If a sequence had no token in the last pass, this is its whole length.
     settled: Tensor
     #: Tokens held per KV head, on average, as the schedule counts them.
     num_held: Tensor
@@ -51,8 +51,8 @@ class SequenceState:
             setattr(self, name, torch.zeros(0, dtype=torch.long))
         self.mask = torch.zeros(0, 0, dtype=torch.bool)  # [B, columns seen], which of them were tokens
         self.step_token_indices = torch.zeros(0, 1, dtype=torch.long)  # [B, 1] on the device; a step adds 1 in place
-        self.own_positions = False  # whether columns no longer tell positions: sequences were added or cropped apart
-        self.by_column = False  # whether the newest tokens had their columns for positions, padding counted
+        self.own_positions = False  # True after add, or a crop of unequal numbers: positions are then token indices
+        self.by_column = False  # whether the newest tokens were rotated by their columns, padding included
         self.ids = TokenIds()
         #: Tokens that the caller protects, ``[B, L]`` bool on the host, by token index; None: no token.
         self.protected: Tensor | None = None
@@ -287,23 +287,41 @@ class SequenceState:
                 still to be evicted from; nothing changes then.
         """
         own = self.mask.sum(1).cpu()
-        if isinstance(remove, int):
-            kept = self.mask[:, : max(self.columns - remove, 0)]
-        else:
-            if len(remove) != len(own) or not all(0 <= n <= had for n, had in zip(remove, own.tolist(), strict=True)):
-                raise UserError(
-                    f"crop({[*remove]}): expected for each of {len(own)} sequences a number of its own tokens, which "
-                    f"has {own.tolist()}."
-                )
-            stay = (own - torch.tensor([*remove])).to(self.mask.device)
-            kept = self.mask & (self.mask.cumsum(1) <= stay[:, None])
-            kept_columns = kept.any(0).nonzero()
-            kept = kept[:, : int(kept_columns[-1]) + 1 if len(kept_columns) else 0]
+        kept = self._mask_without(remove, own)
         left = kept.sum(1).cpu()
-        scorer, tokens = self.policy.scorer, self.num_tokens - left
-        part = (self.num_tokens < self.prompt_len) & (tokens > 0)
-        if scorer is not None and bool(part.any()):
-            row = int(part.long().argmax())
+        tokens = self.num_tokens - left
+        self._check_crop(own, left, tokens)
+        if not isinstance(remove, int):
+            self.check_positions_skip_padding(f"crop({[*remove]})")
+            self.own_positions, self.by_column = True, False
+            self.ids.forget()
+        if not kept.shape[1]:
+            self.ids = TokenIds()
+        self.mask, self.num_tokens, self.num_held = kept, left, self.num_held - tokens
+        self.prompt_len, self.settled = self.prompt_len.minimum(left), self.settled.minimum(left)
+        self.step_token_indices = left[:, None].to(self.step_token_indices.device) - 1
+        return tokens
+
+    def _mask_without(self, remove: int | Sequence[int], own: Tensor) -> Tensor:
+        """Return the mask ``[B, columns left]`` without the removed tokens; sequences have ``own`` ``[B]`` tokens."""
+        if isinstance(remove, int):
+            return self.mask[:, : max(self.columns - remove, 0)]
+        if len(remove) != len(own) or not all(0 <= n <= had for n, had in zip(remove, own.tolist(), strict=True)):
+            raise UserError(
+                f"crop({[*remove]}): expected for each of {len(own)} sequences a number of its own tokens, which "
+                f"has {own.tolist()}."
+            )
+        left = (own - torch.tensor([*remove])).to(self.mask.device)
+        kept = self.mask & (self.mask.cumsum(1) <= left[:, None])
+        kept_columns = kept.any(0).nonzero()
+        return kept[:, : int(kept_columns[-1]) + 1 if len(kept_columns) else 0]
+
+    def _check_crop(self, own: Tensor, left: Tensor, tokens: Tensor) -> None:
+        """Refuse to remove ``tokens`` ``[B]`` of a prompt, tokens that were decided on, and recorded queries."""
+        scorer = self.policy.scorer
+        in_prompt = (self.num_tokens < self.prompt_len) & (tokens > 0)
+        if scorer is not None and bool(in_prompt.any()):
+            row = int(in_prompt.long().argmax())
             raise UserError(
                 f"crop: {int(own[row])} of the {int(self.prompt_len[row])} tokens of sequence {row}'s prompt were read "
                 f"so far, and {self.policy!r} evicts after all of them: expected tokens after the prompt; call "
@@ -323,16 +341,6 @@ class SequenceState:
                 f"crop: {self.policy!r} has recorded the queries of the tokens to remove; use the schedule "
                 "prefill, or make a new cache."
             )
-        if not isinstance(remove, int):
-            self.check_positions_skip_padding(f"crop({[*remove]})")
-            self.own_positions, self.by_column = True, False
-            self.ids.forget()
-        if not kept.shape[1]:
-            self.ids = TokenIds()
-        self.mask, self.num_tokens, self.num_held = kept, left, self.num_held - tokens
-        self.prompt_len, self.settled = self.prompt_len.minimum(left), self.settled.minimum(left)
-        self.step_token_indices = left[:, None].to(self.step_token_indices.device) - 1
-        return tokens
 
     def check_positions_skip_padding(self, operation: str) -> None:
         """Refuse to go on at the sequences' lengths where the positions so far count padding."""

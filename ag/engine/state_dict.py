@@ -100,7 +100,7 @@ def _restore_layer(cache: CacheState, part: Layer, saved: Mapping[str, Any]) -> 
         _require(name, (x.dtype, *x.shape) == (column.dtype, len(pool_index), *column.shape[1:]))
         column[pool_index] = x
     token_indices = store.token_indices(part.index)
-    filled = torch.arange(slots, device=token_indices.device) < store.lengths[part.index][..., None]
+    filled = ~store.free_slots(part.index, slots)
     length = cache.sequences.num_tokens.to(token_indices.device)[:, None, None]
     _require("token_indices", bool(((token_indices >= 0) & (token_indices < length))[filled].all()))
     ordered = token_indices.sort(dim=-1).values
@@ -164,7 +164,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _rows(store: KVStore, layer: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return a layer's columns by name, flat over slots, and the places of a layer's tokens in them, row after row."""
     pages, pool_indices = store.pages(layer), store.pool_indices(layer)
-    filled = torch.arange(pool_indices.shape[-1], device=pool_indices.device) < store.lengths[layer][..., None]
+    filled = ~store.free_slots(layer, pool_indices.shape[-1])
     columns = {"keys": pages.keys, "values": pages.values, "token_indices": pages.token_indices}
     columns |= {} if pages.gate is None else {"gate": pages.gate}
     return {name: x.flatten(0, 1) for name, x in columns.items()}, pool_indices[filled]

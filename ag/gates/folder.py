@@ -49,7 +49,7 @@ def download(repository: str, revision: str | None) -> Path:
     wanted = [WEIGHTS, CONFIG, CARD, FIGURE, MODEL_CONFIG, f"{ADAPTER}/*"]
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
-        if (weights := weights_of(folder)) is not None:  # in other folders this file may be a language model
+        if (weights := weights_of(folder)) is not None:  # only now: elsewhere this file may be a language model
             folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[*wanted, weights]))
         return folder
     except HUB_ERRORS as error:

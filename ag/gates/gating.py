@@ -169,7 +169,7 @@ class Gating(Interceptor):
     def _first_visible(self, call: AttentionCall) -> Tensor | None:
         """Return the column ``[B, T]`` of the first token that a query can see: of its document, or of its chunk there.
 
-        None: that of the first token of its row.
+        None: the first token of the row.
         """
         length = call.q.shape[2]
         if call.chunk is None or length <= call.chunk:
@@ -241,17 +241,20 @@ class Observing(Gating):
     def has_target(self) -> Tensor:
         """Return ``[B, T']`` bool: evictable tokens that at least one counted query can see."""
         columns = torch.arange(self.evictable.shape[1], device=self.evictable.device)
-        first = torch.where(self._queries, columns, columns.numel()).amin(1, keepdim=True)
-        last = torch.where(self._queries, columns, -1).amax(1, keepdim=True)
+        first_query = columns.where(self._queries, columns.numel()).amin(1, keepdim=True)
+        last_query = columns.where(self._queries, -1).amax(1, keepdim=True)
         columns = columns[: self._end]
-        nearest = torch.maximum(columns + self.gates.config.recent_tokens, first)
-        visible = nearest <= last
-        counted = self.counted()
+        # the nearest query that does not see a token as recent
+        nearest = torch.maximum(columns + self.gates.config.recent_tokens, first_query)
+        has_query = nearest <= last_query
+        if self.window is not None:
+            has_query &= nearest - columns < self.window
+        targets = self.counted() & has_query
         if self.target == "kvzip":
-            counted = counted & self.in_prompt[:, : self._end]
+            targets &= self.in_prompt[:, : self._end]
             if self.copied is not None:
-                counted = counted & (columns >= self.copied[:, :1]) & (columns < self.copied[:, 1:])
-        return counted & (visible if self.window is None else visible & (nearest - columns < self.window))
+                targets &= (columns >= self.copied[:, :1]) & (columns < self.copied[:, 1:])
+        return targets
 
     @torch.no_grad()
     def attend(self, call: AttentionCall) -> Tensor:

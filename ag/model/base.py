@@ -386,7 +386,7 @@ def without_dropout(model: nn.Module) -> None:
                 setattr(module, key, 0.0)
         if any("jitter" in key for key in vars(module)):
             module.eval()
-            module.train = MethodType(_stay, module)  # type: ignore[method-assign]
+            module.train = MethodType(_stay, module)
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -130,7 +130,7 @@ class States(Cache):
         return part
 
     def put(self, rows: Tensor, part: States, batch: int) -> None:
-        """Take over the states of the sequences at ``rows`` ``[b]`` of ``batch``, which read on alone."""
+        """Replace the states of sequences at ``rows`` ``[b]`` of ``batch`` by ``part``, which read their last pass."""
         self.crop()
         part.crop()
         for layer, other in zip(self.kept, part.kept, strict=True):

@@ -1,6 +1,6 @@
 """Interceptors compute a model's attention: gates do in training, and the forward pass of a cache does in inference.
 
-How an :class:`Interceptor` arrives is said in :mod:`ag.model.hooks`.
+:mod:`ag.model.hooks` describes how a model finds its :class:`Interceptor`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from ag.model.structure import USE_ANOTHER, UnsupportedModelError
 LENGTHS: ContextVar[Tensor | None] = ContextVar("LENGTHS", default=None)
 SETS = 64  # most sets of frequencies that are kept
 COMPLEX = "polar"  # of torch: Llama 4 and DeepSeek V2 call it
-FURTHER = 1000  # times the length of a text: a position where rotations are tried for a change in size
+FURTHER = 1000  # times the length of a text: rotations are measured there too, as their size may differ (PhiMoE)
 
 
 def rope_of(decoder: Any, layer: int) -> tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], float]:
@@ -174,7 +174,7 @@ class RopeByText:
         """Return what rotates texts of this length, and their size ``[1, 1, D]`` of a sine and a cosine together.
 
         None means that cosines and sines have one size at all positions. In PhiMoE it depends on the longest position
-        of a pass, so that it is measured once and put back.
+        of a pass: it is measured once, and later rotations are scaled to it.
         """
         kind, forward = (length, x.device), type(self.rotary).forward
         if kind not in self._sets:

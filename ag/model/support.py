@@ -1,4 +1,4 @@
-"""Which models an interceptor can serve: what would go wrong in a forward pass is told before the first one."""
+"""Which models an interceptor can serve: checks made before the first forward pass."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class GatedLM(L.LightningModule):
             self.log(f"train/{name}", mean, batch_size=1, sync_dist=True, prog_bar=in_progress_bar)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let Adam begin to count the adapters' steps after the warm start, whose gradients of them are zeros."""
+        """Drop the adapters' zero gradients in the warm start, so that Adam counts their steps from its end."""
         if self.global_step < self.config.warmup.regress_steps:
             for parameter in self.trainable()["lora"]:
                 parameter.grad = None

@@ -115,7 +115,7 @@ class Reading:
 
 @dataclass
 class Step:
-    """What all layers need in a step; None of a part: it has no tokens."""
+    """What all layers need in a step. A part is None if it has no tokens."""
 
     num_tokens: int
     pages: Pages

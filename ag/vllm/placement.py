@@ -114,7 +114,7 @@ class Geometry:
 
     @property
     def regions(self) -> int:
-        """Layers whose memory rows may take: those of the model, and that of logits that no row needs."""
+        """Number of layers whose pages rows may use; gate logits count as one layer if they are not needed again."""
         return self.layers + (self.settings.made_policy.gates is not None and not self.evicts_again)
 
 

@@ -77,7 +77,7 @@ class Candidates:
     def compacted(self, kept: Tensor) -> Candidates:
         """Return only the candidates in ``kept``, in their order."""
         width = int(kept.sum(-1).max())
-        columns = (kept.cumsum(-1) - 1).where(kept, width)  # the others share one more column, which is cut off
+        columns = (kept.cumsum(-1) - 1).where(kept, width)  # evicted tokens go to one extra column, which is cut off
 
         def moved(x: Tensor) -> Tensor:
             return x.new_full((*x.shape[:2], width + 1), -retention.INF).scatter_(-1, columns, x)[..., :width]
