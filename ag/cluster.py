@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Room:
+class Resources:
     """The resources of a host."""
 
     cpus: float = 1  # cores
@@ -41,7 +41,7 @@ class Room:
     memory: int = 0  # bytes of main memory; 0 means that it is not counted
 
     @classmethod
-    def on(cls, device: str, cpus: float = 1, memory: int = 0) -> Room:
+    def on(cls, device: str, cpus: float = 1, memory: int = 0) -> Resources:
         """Return the resources of work on a device, ``cpu`` or ``cuda``.
 
         Raises:
@@ -58,7 +58,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostUnit:
     """The result of a unit whose hosts all died before it was done."""
 
     times: int  # number of these hosts
@@ -158,8 +158,8 @@ class Host(Generic[U, R]):
 
 
 def share(
-    units: Sequence[U], make: Callable[[], Callable[[U], R]], room: Room, failures: int = 3
-) -> Iterator[tuple[U, R | Lost]]:
+    units: Sequence[U], make: Callable[[], Callable[[U], R]], room: Resources, failures: int = 3
+) -> Iterator[tuple[U, R | LostUnit]]:
     """Distribute units to the machines of the connected cluster.
 
     If a host dies, alone or with its machine, its unit runs again. Machines that join get hosts too.
@@ -206,7 +206,7 @@ def share(
             )
         for future in finished:
             host, index = busy.pop(future)
-            result: list[R | Lost] = []
+            result: list[R | LostUnit] = []
             try:
                 result = ray.get(future)
                 died[None] = 0
@@ -217,7 +217,7 @@ def share(
                 if index is None and died[index] == failures * asked_for:
                     raise UserError(f"cluster: hosts die while they start: {first_line(error)}") from None
                 if index is not None and died[index] == failures:
-                    result = [Lost(failures, first_line(error))]
+                    result = [LostUnit(failures, first_line(error))]
                 elif index is not None:
                     pending.append(index)
                 if pending:

@@ -50,7 +50,7 @@ class Meets(Doubles):
 def test_units_are_shared(machines, tmp_path):
     """By as many hosts as have room, each of which begins once."""
     with cluster.connected(machines.address):
-        found = dict(cluster.share(range(40), partial(Meets, tmp_path), cluster.Room()))
+        found = dict(cluster.share(range(40), partial(Meets, tmp_path), cluster.Resources()))
     assert {unit: result[0] for unit, result in found.items()} == {n: 2 * n for n in range(40)}
     assert len({process for _, process in found.values()}) == 2
 
@@ -58,16 +58,16 @@ def test_units_are_shared(machines, tmp_path):
 def test_errors_of_units_and_hosts_are_raised(machines):
     with cluster.connected(machines.address):
         with refuses(UserError, "no model"):
-            list(cluster.share([1], partial(Doubles, 0, UserError("no model")), cluster.Room()))
+            list(cluster.share([1], partial(Doubles, 0, UserError("no model")), cluster.Resources()))
         with pytest.raises(TypeError):
-            list(cluster.share([None], partial(Doubles, 0), cluster.Room()))
+            list(cluster.share([None], partial(Doubles, 0), cluster.Resources()))
 
 
 def test_a_unit_that_ends_its_hosts_is_lost_alone(machines):
     """As one that runs out of memory is."""
     with cluster.connected(machines.address):
-        found = dict(cluster.share([1, -9, 2, 3], partial(Doubles, 0.05), cluster.Room(), failures=2))
-    assert isinstance(found[-9], cluster.Lost) and found[-9].times == 2 and found[-9].why
+        found = dict(cluster.share([1, -9, 2, 3], partial(Doubles, 0.05), cluster.Resources(), failures=2))
+    assert isinstance(found[-9], cluster.LostUnit) and found[-9].times == 2 and found[-9].why
     assert [found[n][0] for n in (1, 2, 3)] == [2, 4, 6]
 
 
@@ -77,18 +77,18 @@ def test_what_is_refused(machines, monkeypatch):
     with cluster.connected(machines.address):
         monkeypatch.setattr(cluster, "NO_ROOM_SECONDS", 0.0)
         with refuses(UserError, "GPU 0", "gpus=1"):
-            list(cluster.share([1], partial(Doubles, 0), cluster.Room(gpus=1)))
+            list(cluster.share([1], partial(Doubles, 0), cluster.Resources(gpus=1)))
         with refuses(UserError, "CPU 2", "2 machines", "cpus=2"):
-            list(cluster.share([1], partial(Doubles, 0), cluster.Room(cpus=2)))
+            list(cluster.share([1], partial(Doubles, 0), cluster.Resources(cpus=2)))
         monkeypatch.setattr(cluster, "versions", lambda *names: dict.fromkeys(names, "0.1"))
         with refuses(UserError, "torch", "0.1", "equal versions"):
-            list(cluster.share([1], partial(Doubles, 0), cluster.Room()))
+            list(cluster.share([1], partial(Doubles, 0), cluster.Resources()))
 
 
 def test_nothing_of_the_environment_is_sent(machines, monkeypatch):
     monkeypatch.setenv("AG_API_KEY", "secret")
     with cluster.connected(machines.address):
-        found = cluster.share(["AG_API_KEY"], lambda: os.environ.get, cluster.Room())
+        found = cluster.share(["AG_API_KEY"], lambda: os.environ.get, cluster.Resources())
         assert list(found) == [("AG_API_KEY", None)]
 
 
@@ -98,7 +98,7 @@ def test_a_machine_that_is_killed_loses_nothing(machines):
     third = machines.add_node(**MACHINE)
     found = []
     with cluster.connected(machines.address):
-        for unit, result in cluster.share(range(60), partial(Doubles, 0.1), cluster.Room()):
+        for unit, result in cluster.share(range(60), partial(Doubles, 0.1), cluster.Resources()):
             found.append((unit, result[0]))
             if len(found) == 10:
                 machines.remove_node(third, allow_graceful=False)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from ag import cluster
-from ag.cluster import Room
+from ag.cluster import Resources
 from ag.config.keys import ConfigError
 from ag.files import read_metrics
 
@@ -136,7 +136,7 @@ def _on_cluster(runs: Sequence[Run], address: str, folder: Path) -> Iterator[tup
         return
     with cluster.connected(address):
         for run, finished in cluster.share(todo, lambda: _run_one, _resources(todo[0].config)):
-            if isinstance(finished, cluster.Lost):
+            if isinstance(finished, cluster.LostUnit):
                 print(f"run {run.index + 1}: {finished.times} machines died at it: {finished.why}")
                 finished = 1, 0.0
             code, seconds = finished
@@ -159,7 +159,7 @@ def _run_one(run: Run) -> tuple[int, float]:
     return code, seconds
 
 
-def _resources(config: Any) -> Room:
+def _resources(config: Any) -> Resources:
     """Return the resources of a run.
 
     Raises:
@@ -167,10 +167,10 @@ def _resources(config: Any) -> Room:
     """
     trainer = getattr(config, "trainer", None)
     if trainer is None:
-        return Room.on(getattr(config, "device", "cpu"))
+        return Resources.on(getattr(config, "device", "cpu"))
     if trainer.num_nodes > 1:
         raise ConfigError(f"trainer.num_nodes={trainer.num_nodes}: expected 1 in a sweep on cluster={config.cluster}")
-    return Room(gpus=trainer.devices if cluster.on_gpu(trainer.accelerator) else 0)
+    return Resources(gpus=trainer.devices if cluster.on_gpu(trainer.accelerator) else 0)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -108,7 +108,7 @@ class CacheState:
         states, model = self.states, type(self.setup.decoder).__name__
         if states is None:
             return
-        if not states.go_back:
+        if not states.can_crop:
             raise UserError(
                 f"{operation}: {model} has layers of linear attention, whose states cannot go back: expected no token "
                 "to be taken back; call cache.reset() and read the text again."

@@ -64,7 +64,7 @@ class ForwardBatch:
         counts: ``[B]`` long on the host, new tokens.
         num_tokens: ``[B]`` long on the host, tokens of each sequence, these included.
         max_length: tokens of the longest sequence.
-        settled: ``[B]`` long on the host, how many of these can no longer be taken back; see :class:`SequenceState`.
+        num_committed: ``[B]`` long on the host, tokens that can no longer be taken back; see :class:`SequenceState`.
         prompts: what follows from the prompts.
         is_prefill: whether the tokens belong to the prompt.
         ends_prompt: whether every prompt is read after them.
@@ -79,7 +79,7 @@ class ForwardBatch:
     counts: Tensor
     num_tokens: Tensor
     max_length: int
-    settled: Tensor
+    num_committed: Tensor
     prompts: Prompts
     is_prefill: bool
     ends_prompt: bool

@@ -297,10 +297,10 @@ class ForwardPass(Interceptor):
         if batch.ends_prompt and policy.by_gates and policy.budget is None:  # flags: what expires later is decided now
             sequences.evicted_at = sequences.num_tokens.maximum(sequences.evicted_at)
         if batch.notes.expired:
-            sequences.evicted_at = sequences.settled.maximum(sequences.evicted_at)
+            sequences.evicted_at = sequences.num_committed.maximum(sequences.evicted_at)
         if span and any(layer.gate_memory for layer in state.layers):  # which hold the newest tokens alone
-            settled = sequences.settled.where(sequences.settled >= span, 0)
-            sequences.evicted_at = settled.maximum(sequences.evicted_at)
+            num_committed = sequences.num_committed.where(sequences.num_committed >= span, 0)
+            sequences.evicted_at = num_committed.maximum(sequences.evicted_at)
         state.pass_open = False
 
 

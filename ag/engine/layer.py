@@ -291,7 +291,7 @@ class Layer:
         visible = (self.window or 0) - 1 if self.visible_unflagged is None else self.max_length_after_freeing
         if batch.ends_prompt or int(store.lengths_cpu[self.index].max()) >= visible + MAX_EXPIRED:
             with suppress(PoolFullError):  # no room for copies of shared blocks: expired tokens stay for now
-                self._free_expired(batch, store, batch.settled)
+                self._free_expired(batch, store, batch.num_committed)
 
     @property
     def frees_expired(self) -> bool:

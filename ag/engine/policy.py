@@ -91,7 +91,7 @@ class Policy:
         """Return the policy with the instructions of ``kvzip`` in the tokens of a tokenizer."""
         return self if self.scorer is None else replace(self, scorer=self.scorer.with_tokenizer(tokenizer))
 
-    def held_as(self, kv_dtype: KVDtype) -> Policy:
+    def with_kv_dtype(self, kv_dtype: KVDtype) -> Policy:
         """Return the policy with keys and values held as a pool holds them."""
         if kv_dtype == self.kv_dtype:
             return self
@@ -102,7 +102,7 @@ class Policy:
             )
         return replace(self, kv_dtype=kv_dtype, options={**self.options, "kv_dtype": kv_dtype})
 
-    def trained_with(self, gates: AttentionGates) -> Policy:
+    def with_trained_protection(self, gates: AttentionGates) -> Policy:
         """Return the policy that ranks by these gates, and protects the tokens that training protected."""
         if self.scorer is None or not self.by_gates:
             return self
@@ -110,7 +110,9 @@ class Policy:
             gates.check_flags()
         config = gates.config
         # In training `recent_tokens` counts the query's own token. At eviction the next query is not in the cache yet.
-        return replace(self, scorer=self.scorer.trained_with(config.sink_tokens, max(config.recent_tokens - 1, 0)))
+        return replace(
+            self, scorer=self.scorer.with_trained_protection(config.sink_tokens, max(config.recent_tokens - 1, 0))
+        )
 
     @property
     def lookback(self) -> int:
@@ -201,9 +203,9 @@ def policy(
     kind = ALLOCATORS[str(parts.allocator)]
     window = None if scorer is None else scorer.needs.observers
     allocator = _make(kind, kind.completed(options_left, budget, window))
-    gates = _moved(gates, boundary, spec, budget)
+    gates = _with_boundary(gates, boundary, spec, budget)
     made = Policy(spec, budget, schedule, options, scorer=scorer, allocator=allocator, gates=gates, **engine)
-    return made if gates is None else made.trained_with(gates)
+    return made if gates is None else made.with_trained_protection(gates)
 
 
 def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
@@ -219,7 +221,7 @@ def _scorer(spec: PolicySpec, options: dict[str, Option]) -> Scorer:
     return _make(wrapper, inner_options, inner=_make(base, options))
 
 
-def _moved(
+def _with_boundary(
     gates: AttentionGates | None, boundary: Mapping[str, Option], spec: PolicySpec, budget: int | float | None
 ) -> AttentionGates | None:
     """Return the gates with the boundary of their flags moved by the options."""

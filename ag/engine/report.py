@@ -98,7 +98,7 @@ def visible_token_indices(state: CacheState, layer: int) -> Tensor:
     """Return a layer's token indices ``[B, Hkv, N]``, -1 on free slots and for tokens that no later query sees."""
     store = state.layer_stores[layer]
     pool_indices, token_indices = store.ledger(layer)
-    visible = state.layers[layer].visible(store, pool_indices, token_indices, state.sequences.settled)
+    visible = state.layers[layer].visible(store, pool_indices, token_indices, state.sequences.num_committed)
     return token_indices.masked_fill(~visible, -1)
 
 

@@ -129,7 +129,7 @@ def _words(setup: CacheSetup) -> dict[str, Any]:
     for name in () if inner is None else inner.from_tokenizer:
         options |= {} if (text := getattr(inner, name)) is None else {name: text}
     remade = policy(str(cache_policy.spec), cache_policy.budget, cache_policy.schedule, **options)
-    remade = remade if setup.gates is None else remade.trained_with(setup.gates)
+    remade = remade if setup.gates is None else remade.with_trained_protection(setup.gates)
     if any(
         getattr(remade, f.name) != getattr(cache_policy, f.name)
         for f in fields(Policy)

@@ -27,7 +27,7 @@ class SequenceState:
             layer keeps states.
     """
 
-    VECTORS = "num_tokens", "prompt_len", "text_len", "evicted_at", "settled", "num_held"
+    VECTORS = "num_tokens", "prompt_len", "text_len", "evicted_at", "num_committed", "num_held"
 
     #: Tokens seen.
     num_tokens: Tensor
@@ -37,7 +37,7 @@ class SequenceState:
     evicted_at: Tensor
     #: Length of the prefix that :meth:`crop` cannot remove once a layer freed hidden tokens: the prompt, and every pass
     #: before the last. If a sequence had no token in the last pass, this is its whole length.
-    settled: Tensor
+    num_committed: Tensor
     #: Tokens held per KV head, on average, as the schedule counts them.
     num_held: Tensor
 
@@ -213,7 +213,7 @@ class SequenceState:
             prompts = self._prompts = self._prompt_facts(token_indices.device)
         evicting = self._should_evict(counts, is_prefill, prompts.capacity)
         self.num_tokens, self.num_held = old_tokens + counts, self.num_held + counts
-        self.settled = self.num_tokens if is_prefill else old_tokens
+        self.num_committed = self.num_tokens if is_prefill else old_tokens
         if evicting is not None and prompts.capacity is not None:
             self.note_eviction(evicting, prompts.capacity)
         return ForwardBatch(
@@ -222,7 +222,7 @@ class SequenceState:
             counts=counts,
             num_tokens=self.num_tokens,
             max_length=int(self.num_tokens.max()),
-            settled=self.settled,
+            num_committed=self.num_committed,
             prompts=prompts,
             is_prefill=is_prefill,
             ends_prompt=is_prefill and bool((self.num_tokens >= self.prompt_len).all()),
@@ -298,7 +298,7 @@ class SequenceState:
         if not kept.shape[1]:
             self.ids = TokenIds()
         self.mask, self.num_tokens, self.num_held = kept, left, self.num_held - tokens
-        self.prompt_len, self.settled = self.prompt_len.minimum(left), self.settled.minimum(left)
+        self.prompt_len, self.num_committed = self.prompt_len.minimum(left), self.num_committed.minimum(left)
         self.step_token_indices = left[:, None].to(self.step_token_indices.device) - 1
         return tokens
 

@@ -74,7 +74,7 @@ class CacheSetup:
         decoder: Any = decoder_of(model)
         if pool is not None:
             pool.check(decoder)
-            policy = policy.held_as(pool.kv_dtype)
+            policy = policy.with_kv_dtype(pool.kv_dtype)
         if gates is not None:
             policy = _fitted(model, gates, policy)
         attachment = instrument(model)  # from now on the model's hooks call the cache's interceptor
@@ -150,7 +150,7 @@ def _fitted(model: nn.Module, gates: AttentionGates, policy: Policy) -> Policy:
             BudgetWarning,
             stacklevel=2,
         )
-    return policy.trained_with(gates)
+    return policy.with_trained_protection(gates)
 
 
 def _check_needs(policy: Policy, decoder: Any) -> None:

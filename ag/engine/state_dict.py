@@ -75,7 +75,7 @@ def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
         store.lengths_cpu.copy_(lengths)
         store.lengths.copy_(lengths)
     for part, saved in zip(cache.layers, layers.values(), strict=True):
-        _restore_layer(cache, part, _moved(saved, cache.setup.pool.device))
+        _restore_layer(cache, part, _to_device(saved, cache.setup.pool.device))
     name = state["autocast"]
     _require("autocast", name is None or isinstance(getattr(torch, name), torch.dtype))
     weights = next(cache.setup.decoder.parameters()).dtype
@@ -83,10 +83,10 @@ def restore(cache: CacheState, state: Mapping[str, Any]) -> None:
     _require("states", (state["states"] is None) == (cache.states is None))
     if cache.states is not None:
         _require("states", all(len(x) == batch for x in state["states"].values()))
-        cache.states.load(_moved(state["states"], cache.setup.pool.device))
+        cache.states.load(_to_device(state["states"], cache.setup.pool.device))
     _require("budgets", (state["budgets"] is None) == (cache.evictor is None))
     if cache.evictor is not None:
-        cache.evictor.budgets.load_state_dict(_moved(state["budgets"], torch.device("cpu")))
+        cache.evictor.budgets.load_state_dict(_to_device(state["budgets"], torch.device("cpu")))
         over = cache.evictor.budgets.over_budget
         _require("over_budget", over is None or over.shape == (batch,))
 
@@ -152,13 +152,13 @@ def _require(name: str, fits: bool) -> None:
         raise ValueError(name)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     """Return a value with its tensors on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):
-        return tuple(_moved(x, device) for x in value)
-    return {key: _moved(x, device) for key, x in value.items()} if isinstance(value, dict) else value
+        return tuple(_to_device(x, device) for x in value)
+    return {key: _to_device(x, device) for key, x in value.items()} if isinstance(value, dict) else value
 
 
 def _rows(store: KVStore, layer: int) -> tuple[dict[str, Tensor], Tensor]:

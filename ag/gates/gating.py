@@ -198,7 +198,7 @@ class Gating(Interceptor):
         return float(logits[lowest - 1 : lowest + 1].double().mean())
 
 
-class Observing(Gating):
+class TargetPass(Gating):
     """A dense forward pass that runs the gates and records the targets of their regression.
 
     Meant to run under ``torch.no_grad()``: only the gates build a graph, and a step needs no backward pass through the

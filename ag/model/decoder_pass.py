@@ -20,23 +20,23 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ag.errors import UserError
 from ag.kernels.softmax import Softmax
-from ag.model.hybrid import Arranged, as_they_came, looking_ahead, masks_by_type, right_aligned, taken
+from ag.model.hybrid import ColumnPass, columns_in_order, find_noncausal_masks, masks_by_type, right_aligned, taken
 from ag.model.interceptor import AttentionCall, Interceptor, OwnConfig, cache_argument
 from ag.model.products import ThreadedLayers
 from ag.model.rope import RopeByText
 from ag.model.structure import USE_ANOTHER, UnsupportedModelError, own_config
-from ag.model.support import refuse_masks, refuse_unreached
+from ag.model.support import refuse_noncausal, refuse_unreached
 
 #: Arguments of attention functions that do not change what an :class:`AttentionCall` computes: its own fields,
 #: positions (queries and keys are rotated already), and settings of outputs and losses.
-HARMLESS = frozenset(
+IGNORED_KWARGS = frozenset(
     ["dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "cache_position"]
     + ["use_cache", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"]
     + ["num_items_in_batch", "token_type_ids", "mm_token_type_ids"]
 )
 
 
-class Site(NamedTuple):
+class AttentionModuleInfo(NamedTuple):
     """A module that attends, and its place in the model."""
 
     number: int  # of the module, among all that attend
@@ -92,9 +92,9 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
     if isinstance(given_mask, dict):  # the masks of a model for images beside text
         named["attention_mask"] = interceptor.token_mask
     _check_pass(decoder, named)
-    interceptor.masks = looking_ahead(given_mask) if isinstance(given_mask, dict) else {}
+    interceptor.masks = find_noncausal_masks(given_mask) if isinstance(given_mask, dict) else {}
     if interceptor.masks and (interceptor.seen_tokens or "gating" in named):
-        refuse_masks(decoder)
+        refuse_noncausal(decoder)
     name = "input_ids" if named.get("inputs_embeds") is None else "inputs_embeds"
     tokens: Tensor = named[name]
     interceptor.begin(decoder, named.get("attention_mask"), tokens)
@@ -112,11 +112,11 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
     parts: list[_Part] = []
     for columns, positions in interceptor.passes(named.pop("position_ids", None)):
         if interceptor.masks and parts:
-            refuse_masks(decoder)
-        arranged = Arranged(columns, positions, None)
+            refuse_noncausal(decoder)
+        arranged = ColumnPass(columns, positions, None)
         if attachment.hybrid:
             if columns is None:
-                arranged = as_they_came(positions, token_mask, tokens.shape[1])
+                arranged = columns_in_order(positions, token_mask, tokens.shape[1])
             else:
                 arranged = right_aligned(columns, positions)
             named["attention_mask"] = masks_by_type(open_mask, arranged.valid)
@@ -137,7 +137,7 @@ def run_decoder(decoder: nn.Module, forward: Callable[..., Any], *args: Any, **k
         parts.append(_Part(arranged.rows, arranged.columns, output))
         if any(times != 1 for times in interceptor.attended):
             refuse_unreached(decoder, interceptor.attended)
-    out = parts[0].output if parts[0].columns is None else _joined(parts, tokens)
+    out = parts[0].output if parts[0].columns is None else _join_passes(parts, tokens)
     return out if returns_dict else out.to_tuple()
 
 
@@ -165,7 +165,7 @@ def _check_pass(decoder: Any, named: Mapping[str, Any]) -> None:
 
 
 def _check_joinable(decoder: Any, output: Any) -> None:
-    """Refuse a pass over a part of a call if its output has fields that :func:`_joined` cannot put together."""
+    """Refuse a pass over a part of a call if its output has fields that :func:`_join_passes` cannot put together."""
     if getattr(output, "router_logits", None) is not None:
         raise UserError(
             f"{type(decoder).__name__}: output_router_logits=True, and this call is read in parts, each with router "
@@ -174,7 +174,9 @@ def _check_joinable(decoder: Any, output: Any) -> None:
         )
 
 
-def before_attention(site: Site, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def before_attention(
+    site: AttentionModuleInfo, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Show the interceptor the hidden states, and hand it on to the attention function."""
     interceptor = interceptor_in(kwargs)
     kwargs.pop("gating", None)
@@ -195,7 +197,7 @@ def attention(
     attention_mask: Tensor | None,
     *,
     ag_interceptor: Interceptor | None = None,
-    ag_site: Site | None = None,
+    ag_site: AttentionModuleInfo | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a layer by the interceptor, or by the model's own function without one."""
@@ -205,7 +207,7 @@ def attention(
         result: tuple[Tensor, Tensor | None] = own(OwnConfig(module), query, key, value, attention_mask, **kwargs)
         return result
     said = {name for name, value in kwargs.items() if value is not None and value is not False}
-    unknown, does = sorted(said - HARMLESS), ""
+    unknown, does = sorted(said - IGNORED_KWARGS), ""
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.numel() == 1):
         does = "makes a mask or a bias of its own"  # a mask of one number is that of run_decoder
     elif unknown:
@@ -246,7 +248,7 @@ def attention(
         ag_interceptor.attended[ag_site.number] += 1
     out = ag_interceptor.attend(call)
     if arranged is not None:
-        out = arranged.put_back(out, 2)
+        out = arranged.restore_columns(out, 2)
     rate = kwargs.get("dropout", 0.0)
     return F.dropout(out, rate, module.training).transpose(1, 2).contiguous(), None
 
@@ -266,17 +268,19 @@ def _gathered(tokens: Tensor, rows: Tensor | None, columns: Tensor) -> Tensor:
     """Return the ids ``[b, w]`` or the embeddings of one pass, taken from the call's."""
     pass_tokens = tokens if rows is None else tokens[rows.to(tokens.device)]
     index = columns.clamp_min(0).to(pass_tokens.device)
-    return pass_tokens.gather(1, index if pass_tokens.ndim == 2 else _wide(index, pass_tokens))
+    return pass_tokens.gather(1, index if pass_tokens.ndim == 2 else _expand_index(index, pass_tokens))
 
 
-def _with_rope(forward: Callable[..., Any], rope: RopeByText, lengths: Tensor, arranged: Arranged, **named: Any) -> Any:
+def _with_rope(
+    forward: Callable[..., Any], rope: RopeByText, lengths: Tensor, arranged: ColumnPass, **named: Any
+) -> Any:
     """Run a pass of the decoder. Each sequence is rotated by the frequencies of its own text."""
     with rope.reading(lengths if arranged.rows is None else lengths[arranged.rows.to(lengths.device)]):
         return forward(**named)
 
 
 def _with_states(
-    forward: Callable[..., Any], named: dict[str, Any], cache: str, interceptor: Interceptor, arranged: Arranged
+    forward: Callable[..., Any], named: dict[str, Any], cache: str, interceptor: Interceptor, arranged: ColumnPass
 ) -> Any:
     """Run a pass of the decoder. Layers that keep states read and write the states of the sequences in it."""
     states = interceptor.states
@@ -291,7 +295,7 @@ def _with_states(
     return output
 
 
-def _joined(parts: list[_Part], tokens: Tensor) -> Any:
+def _join_passes(parts: list[_Part], tokens: Tensor) -> Any:
     """Join the outputs of the passes of a call by the columns of its tokens ``[B, T]`` or ``[B, T, d]``."""
     batch, length = tokens.shape[:2]
 
@@ -304,7 +308,7 @@ def _joined(parts: list[_Part], tokens: Tensor) -> Any:
             at = columns.where(columns >= 0, length).to(output.device)
             rows = torch.arange(batch) if rows is None else rows
             on_device = rows.to(output.device)
-            joined[on_device] = joined[on_device].scatter(1, _wide(at, output), output)
+            joined[on_device] = joined[on_device].scatter(1, _expand_index(at, output), output)
         return joined[:, :length]
 
     out = parts[-1].output
@@ -316,5 +320,5 @@ def _joined(parts: list[_Part], tokens: Tensor) -> Any:
     return out
 
 
-def _wide(index: Tensor, like: Tensor) -> Tensor:
+def _expand_index(index: Tensor, like: Tensor) -> Tensor:
     return index[:, :, None].expand(-1, -1, like.shape[-1])

@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
-from ag.model.decoder_pass import Site, attention, before_attention, before_model, run_decoder
+from ag.model.decoder_pass import AttentionModuleInfo, attention, before_attention, before_model, run_decoder
 from ag.model.generation import generate, prepare_inputs
 from ag.model.geometry import attention_layers, chunk_size, has_other_layers, kv_heads, shared_layers
 from ag.model.products import ThreadedLayers
@@ -73,7 +73,7 @@ def _install(base: Any, decoder: Any) -> Attachment:
     """Install the hooks and the attention function in a model, and keep the record on its decoder."""
     handles: list[Any] = []
     modules, changes = [], changing_length(decoder)
-    for site, module in _sites(decoder):
+    for site, module in _attention_modules(decoder):
         handles.append(module.register_forward_pre_hook(partial(before_attention, site), with_kwargs=True))
         modules.append(module)
         module._ag_own_config = module.config
@@ -93,7 +93,7 @@ def _install(base: Any, decoder: Any) -> Attachment:
     return attachment
 
 
-def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
+def _attention_modules(decoder: Any) -> Iterator[tuple[AttentionModuleInfo, Any]]:
     """Yield each module that attends, and where that is."""
     config = decoder.config
     kv_layers = {index: number for number, index in enumerate(attention_layers(config))}
@@ -105,7 +105,10 @@ def _sites(decoder: Any) -> Iterator[tuple[Site, Any]]:
         chunk = chunk_size(config) if kind == "chunked_attention" else None
         windowed = kind == "sliding_attention" if types else masked
         window = getattr(config, "sliding_window", None) if windowed else None
-        yield Site(number, kv_layer, index in shared, chunk, kind, heads[kv_layer].number, window), module
+        yield (
+            AttentionModuleInfo(number, kv_layer, index in shared, chunk, kind, heads[kv_layer].number, window),
+            module,
+        )
 
 
 def _masks_windows(decoder: Any) -> bool:

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from ag.model.geometry import ATTENTION, has_other_layers
 
-IN_TURN = ("linear_attention", "conv")  # types of layers that keep states; models take one mask for each type
+SEQUENTIAL_TYPES = ("linear_attention", "conv")  # types of layers that keep states; models take one mask for each type
 
 
 class States(Cache):
@@ -35,7 +35,7 @@ class States(Cache):
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(layers=DynamicCache(config=config).layers)
         #: Whether all states are inputs of convolutions. Then the newest inputs can be taken back.
-        self.go_back = {*config.layer_types} <= {*ATTENTION, "conv"}
+        self.can_crop = {*config.layer_types} <= {*ATTENTION, "conv"}
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> States | None:
@@ -155,7 +155,7 @@ class States(Cache):
                 rows.update({n: torch.cat([x, added[n]]) for n, x in rows.items() if x is not None})
 
 
-class Arranged(NamedTuple):
+class ColumnPass(NamedTuple):
     """A pass for layers that read columns in turn: the tokens of each sequence right-aligned, padding before them."""
 
     columns: Tensor | None  # [b, w], which columns of the call are read, -1 on padding; None means all as they came
@@ -172,13 +172,13 @@ class Arranged(NamedTuple):
             return x
         return x.new_zeros(self.batch, *x.shape[1:]).index_copy(0, self.rows.to(x.device), x)
 
-    def put_back(self, x: Tensor, dim: int) -> Tensor:
+    def restore_columns(self, x: Tensor, dim: int) -> Tensor:
         """Undo :meth:`aligned`."""
         x = x if self.rows is None else x[self.rows.to(x.device)]
         return x if self.order is None else x.new_zeros(x.shape).scatter(dim, _index(self.order, x, dim), x)
 
 
-def as_they_came(positions: Tensor | None, mask: Tensor | None, length: int) -> Arranged:
+def columns_in_order(positions: Tensor | None, mask: Tensor | None, length: int) -> ColumnPass:
     """Arrange a pass over all columns of a call.
 
     Args:
@@ -187,10 +187,10 @@ def as_they_came(positions: Tensor | None, mask: Tensor | None, length: int) -> 
         length: columns of the pass.
     """
     valid = None if mask is None or length == 1 or bool(mask[:, -length:].all()) else mask[:, -length:].bool()
-    return Arranged(None, positions, None if valid is None else valid.contiguous())
+    return ColumnPass(None, positions, None if valid is None else valid.contiguous())
 
 
-def right_aligned(columns: Tensor, positions: Tensor | None) -> Arranged:
+def right_aligned(columns: Tensor, positions: Tensor | None) -> ColumnPass:
     """Arrange a pass over the next tokens of each sequence.
 
     Args:
@@ -205,14 +205,14 @@ def right_aligned(columns: Tensor, positions: Tensor | None) -> Arranged:
         columns, counts = columns[rows], counts[rows]
     num_padding = width - counts[:, None]
     if not bool(num_padding.any()):
-        return Arranged(columns, positions, None, None, rows, batch)
+        return ColumnPass(columns, positions, None, None, rows, batch)
     columns_in_row = torch.arange(width, device=columns.device)
     columns = columns.gather(1, (columns_in_row - num_padding) % width)
     if positions is not None:
         positions = positions.expand(*positions.shape[:-2], len(columns), width)
         source = ((columns_in_row - num_padding) % width).to(positions.device)
         positions = positions.gather(-1, source.expand_as(positions))
-    return Arranged(columns, positions, columns >= 0, (columns_in_row + num_padding) % width, rows, batch)
+    return ColumnPass(columns, positions, columns >= 0, (columns_in_row + num_padding) % width, rows, batch)
 
 
 def masks_by_type(attention: Tensor, valid: Tensor | None) -> dict[str, Tensor | None]:
@@ -222,10 +222,10 @@ def masks_by_type(attention: Tensor, valid: Tensor | None) -> dict[str, Tensor |
         attention: what layers that attend get.
         valid: ``[b, w]`` bool, which columns of the pass are tokens; None means all.
     """
-    return {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(IN_TURN, valid)}
+    return {**dict.fromkeys(ATTENTION, attention), **dict.fromkeys(SEQUENTIAL_TYPES, valid)}
 
 
-def looking_ahead(masks: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def find_noncausal_masks(masks: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return the masks ``[B or 1, 1, T, S]`` of a model by type of layer if some token sees a later one, else none."""
     mask_tensors = {kind: mask for kind, mask in masks.items() if isinstance(mask, Tensor) and mask.ndim == 4}
     for mask in mask_tensors.values():

@@ -20,11 +20,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ag.kernels.gated_attention import gated_attention
 from ag.kernels.softmax import PLAIN, Softmax
-from ag.model.hybrid import Arranged, States
+from ag.model.hybrid import ColumnPass, States
 from ag.model.structure import USE_ANOTHER, UnsupportedModelError, own_config
 
 #: Implementations that need a mask to be causal; sdpa needs no mask to be causal.
-BY_MASK = (None, "eager", "flex_attention")
+NEEDS_MASK = (None, "eager", "flex_attention")
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Interceptor(ABC):
     #: The columns of the call that the current pass reads, ``[B, w]``, left-aligned, then -1; None means all columns.
     columns: Tensor | None = None
     #: How the model reads them, where layers read columns in turn; None means left-aligned.
-    arranged: Arranged | None = None
+    arranged: ColumnPass | None = None
     #: Which columns of the call are tokens, ``[B, T]`` bool, if no attention mask says it; None means all.
     tokens: Tensor | None = None
     #: Tokens of the text of each sequence, ``[B]`` on the host, or of each token ``[B, T]``, for a RoPE whose
@@ -164,7 +164,7 @@ def causal_attention(module: nn.Module) -> Callable[..., Any]:
         UnsupportedModelError: for an implementation that is not known to be causal without a mask.
     """
     name = own_config(module)._attn_implementation
-    own = sdpa_attention_forward if name in BY_MASK else ALL_ATTENTION_FUNCTIONS.get(name)
+    own = sdpa_attention_forward if name in NEEDS_MASK else ALL_ATTENTION_FUNCTIONS.get(name)
     if own not in (sdpa_attention_forward, flash_attention_forward):
         raise UnsupportedModelError(
             f"attn_implementation={name}: expected a function that is known to be causal without a mask; use sdpa, "

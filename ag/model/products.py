@@ -27,7 +27,7 @@ from ag.kernels.dispatch import VARIABLE
 from ag.kernels.linear import MOST_TOKENS, version
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """The layers that compute in another way in the current pass of a thread."""
 
     products = False
@@ -36,7 +36,7 @@ class _Here(threading.local):
     forced: str | None = None  # value of AG_KERNELS
 
 
-here = _Here()
+thread_state = _ThreadState()
 
 
 class ThreadedLayers:
@@ -72,20 +72,20 @@ class ThreadedLayers:
             modules: the modules of the pass, the model among them.
             tokens: ids ``[B, T]`` or embeddings ``[B, T, d]``.
         """
-        here.products = here.norms = False
+        thread_state.products = thread_state.norms = False
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return
         for module in modules:
             if module not in self.known_modules:
                 _install(module)
                 self.known_modules[module] = None
-        here.norms, here.is_step = True, tokens.shape[1:2] == (1,)
-        here.products = here.is_step and tokens.device.type == "cpu" and len(tokens) <= MOST_TOKENS
-        here.forced = os.environ.get(VARIABLE)
+        thread_state.norms, thread_state.is_step = True, tokens.shape[1:2] == (1,)
+        thread_state.products = thread_state.is_step and tokens.device.type == "cpu" and len(tokens) <= MOST_TOKENS
+        thread_state.forced = os.environ.get(VARIABLE)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if not torch.compiler.is_compiling():
-            here.products = here.norms = False
+            thread_state.products = thread_state.norms = False
 
 
 def _install(module: nn.Module) -> None:
@@ -102,10 +102,10 @@ def _install(module: nn.Module) -> None:
 
 def _product(layer: nn.Linear, x: Tensor) -> Tensor:
     weight = layer.weight
-    few = not torch.compiler.is_compiling() and here.products and x.numel() <= MOST_TOKENS * weight.shape[1]
+    few = not torch.compiler.is_compiling() and thread_state.products and x.numel() <= MOST_TOKENS * weight.shape[1]
     if not few or torch.is_grad_enabled():
         return F.linear(x, weight, layer.bias)
-    compute = version(weight.device.type, x.dtype, weight.dtype, weight.is_contiguous(), here.forced)
+    compute = version(weight.device.type, x.dtype, weight.dtype, weight.is_contiguous(), thread_state.forced)
     return compute(x, weight, layer.bias)
 
 
@@ -126,10 +126,10 @@ def _is_rms_norm(kind: Any) -> bool:
 def _norm(norm: Any, x: Tensor) -> Tensor:
     """Compute a norm in one operation where it is faster."""
     weight = norm.weight
-    if here.norms and not torch.compiler.is_compiling():
+    if thread_state.norms and not torch.compiler.is_compiling():
         if x.dtype == weight.dtype == torch.bfloat16 and x.device.type == "cpu":
-            return rms_norm.version("cpu", x.dtype, weight.dtype, here.forced)(x, weight, norm.variance_epsilon)
-        if here.is_step and (x.is_cuda or x.dtype == weight.dtype == torch.float32):
+            return rms_norm.version("cpu", x.dtype, weight.dtype, thread_state.forced)(x, weight, norm.variance_epsilon)
+        if thread_state.is_step and (x.is_cuda or x.dtype == weight.dtype == torch.float32):
             return F.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
     result: Tensor = type(norm).forward(norm, x)
     return result

@@ -261,7 +261,7 @@ def check_end(mask: Tensor) -> None:
         )
 
 
-def refuse_masks(decoder: Any) -> NoReturn:
+def refuse_noncausal(decoder: Any) -> NoReturn:
     """Refuse tokens that see later ones where these come in another pass, or under flags."""
     raise UserError(
         f"{type(decoder).__name__}: tokens of an image see later ones: expected the whole prompt in one pass, dense, "

@@ -137,7 +137,9 @@ class RequestBuilder:
             own_policy = policy(replace(spec, path=None), own_budget, schedule, **options)
             if own_policy.by_gates and server_policy.gates is not None:
                 spec = replace(spec, path=server_policy.spec.path)
-                own_policy = replace(own_policy, gates=server_policy.gates, spec=spec).trained_with(server_policy.gates)
+                own_policy = replace(own_policy, gates=server_policy.gates, spec=spec).with_trained_protection(
+                    server_policy.gates
+                )
             # Raises if the model cannot run the policy. It takes no memory, beside a step that may be recorded now.
             CacheSetup.of(self._scheduler.model, own_policy, self._scheduler.pool)
             return own_policy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ag.gates.gating import Observing
+from ag.gates.gating import TargetPass
 from ag.training import losses
 from ag.training.gated_loss import Batch, GatedLoss, LossTerms, loss_terms
 from ag.training.replay import ReplayLoss
@@ -23,7 +23,7 @@ class RowRegression(GatedLoss):
         assert self.gates is not None
         warm = self.config.warmup
         prompts, copied = batch.get("prompt_length"), batch.get("copied")
-        observed = Observing(self.gates, batch["attention_mask"], prompts, warm.target, copied)
+        observed = TargetPass(self.gates, batch["attention_mask"], prompts, warm.target, copied)
         with torch.no_grad():
             self.run_decoder(batch, observed)
         logits, targets = (torch.stack([*by_layer.values()]) for by_layer in (observed.logits, observed.targets))

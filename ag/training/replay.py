@@ -276,7 +276,10 @@ def topk_flags(logits: Tensor, share: float, gates: AttentionGates, window: int 
     Returns:
         ``[L, Hkv, N]``, each 0 or 1; 0 for a token that has left the window.
     """
-    ranked, token_index = policy("gates", share).trained_with(gates), torch.arange(logits.shape[-1])[None, None]
+    ranked, token_index = (
+        policy("gates", share).with_trained_protection(gates),
+        torch.arange(logits.shape[-1])[None, None],
+    )
     assert ranked.scorer is not None
     num_tokens = torch.tensor([logits.shape[-1]])
     capacity = ranked.capacity(num_tokens)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from ag.cluster import Room
+from ag.cluster import Resources
 from ag.commands.compare import CompareConfig
 from ag.config import Config, TrainerConfig
 from ag.config.keys import ConfigError
@@ -111,9 +111,9 @@ def test_signal_reaches_the_run_and_ends_the_sweep(place):
 
 def test_what_a_run_takes_of_a_machine(monkeypatch):
     monkeypatch.setattr("ag.cluster.machines", lambda: [{"GPU": 4.0}])
-    assert _resources(Config(trainer=TrainerConfig(devices=2))) == Room(gpus=2)
-    assert _resources(Config(trainer=TrainerConfig(devices=2, accelerator="cpu"))) == Room()
-    assert _resources(CompareConfig(device="cuda")) == Room(gpus=1)
+    assert _resources(Config(trainer=TrainerConfig(devices=2))) == Resources(gpus=2)
+    assert _resources(Config(trainer=TrainerConfig(devices=2, accelerator="cpu"))) == Resources()
+    assert _resources(CompareConfig(device="cuda")) == Resources(gpus=1)
     with refuses(ConfigError, "trainer.num_nodes=2", "cluster=auto"):
         _resources(Config(trainer=TrainerConfig(num_nodes=2), cluster="auto"))
 

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import ag
 from ag.engine.forward_pass import ForwardPass
-from ag.model.decoder_pass import HARMLESS
+from ag.model.decoder_pass import IGNORED_KWARGS
 from ag.model.geometry import attention_layers
 from ag.model.hooks import IMPLEMENTATION
 from ag.model.hybrid import States
@@ -85,7 +85,7 @@ def check_attention(model_type: str, args: tuple[Any, ...], kwargs: dict[str, An
     assert key.shape[1] == value.shape[1] == site.kv_heads and query.shape[3] == key.shape[3], name
     assert mask.dtype == torch.bool and mask.numel() == 1, f"{name} has a mask of its own"
     for word, x in given.items():
-        assert word in NAMED, f"{name} gives `{word}`, which HARMLESS lacks, to its attention function"
+        assert word in NAMED, f"{name} gives `{word}`, which IGNORED_KWARGS lacks, to its attention function"
         assert isinstance(x, NAMED[word]), f"{name} gives {word}={x!r}: expected {NAMED[word]}"
     assert {"dropout", "scaling"} <= {*given}, name
     assert given.get("sliding_window") in (None, WINDOW), name
@@ -137,7 +137,7 @@ def named(function: Callable[..., Any]) -> list[str]:
 def test_attention_functions_of_transformers_take_what_hooks_give(function: Callable[..., Any]) -> None:
     first, rest = named(function)[:5], {*named(function)[5:]}
     assert first == FIRST
-    assert rest <= HARMLESS | {"position_bias"}  # which the hooks refuse
+    assert rest <= IGNORED_KWARGS | {"position_bias"}  # which the hooks refuse
 
 
 @pytest.mark.parametrize("override", [ag.EvictionCache.update, States.update])

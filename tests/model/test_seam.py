@@ -20,9 +20,9 @@ from ag.engine.prompt import read_prompt
 from ag.engine.step_runner import StepRunner
 from ag.errors import UserError
 from ag.evaluate.tasks.follow import feed
-from ag.model.decoder_pass import HARMLESS
+from ag.model.decoder_pass import IGNORED_KWARGS
 from ag.model.interceptor import cache_argument
-from ag.model.products import here
+from ag.model.products import thread_state
 from ag.model.structure import UnsupportedModelError, decoder_of
 from tests.support.batches import read, row
 from tests.support.bounds import hold, of_logits
@@ -128,7 +128,7 @@ def test_what_is_called_harmless_changes_nothing(tiny_llama):
     model = tiny_llama()
     want, bound = logits(model, IDS), of_logits(model)
     values = {"return_dict": True, "use_cache": True, "logits_to_keep": 0, "cache_position": torch.arange(24)}
-    for name in HARMLESS - {"dropout", "scaling", "position_ids", "is_causal"}:
+    for name in IGNORED_KWARGS - {"dropout", "scaling", "position_ids", "is_causal"}:
         hold(logits(model, IDS, ag.EvictionCache(model, "full"), **{name: values.get(name)}), want, bound, name)
 
 
@@ -239,7 +239,7 @@ def test_a_pass_that_was_broken_off_is_not_gone_on_from(tiny_llama, turn):
     assert cache.rewind(IDS) == 0  # which reads the text anew
     want = answer(model, ag.EvictionCache(model, "tova", 20, "every"), 1)
     assert torch.equal(answer(model, cache, 1), want)
-    assert not here.products and not here.norms
+    assert not thread_state.products and not thread_state.norms
 
 
 def test_a_tuple_ends_a_pass_as_well(tiny_llama):

@@ -89,7 +89,7 @@ def test_a_pool_of_int8(tiny_llama, tiny_tokenizer):
         request = Request(tokens=text(draw, draw.randrange(20, 60)), max_tokens=12)
         [stream] = scheduler.submit(request)
         finish(scheduler)
-        assert read(stream) == alone(model, policy.held_as("int8"), request)
+        assert read(stream) == alone(model, policy.with_kv_dtype("int8"), request)
     assert pool.has(lambda: pool.capacity)
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from ag.config.gate import GateConfig
 from ag.gates.gate import AttentionGates
-from ag.gates.gating import Observing
+from ag.gates.gating import TargetPass
 from ag.training import losses
 
 LENGTHS = torch.tensor([[9, 3], [20, 14]])  # valid tokens of the rows of both ranks
@@ -25,7 +25,7 @@ class Losses(torch.nn.Module):
         self.gates = AttentionGates(config, GateConfig(num_heads=1, head_dim=4, bias=0.0))
 
     def forward(self, hidden: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-        observed = Observing(self.gates, torch.arange(hidden.shape[1]) < lengths[:, None])
+        observed = TargetPass(self.gates, torch.arange(hidden.shape[1]) < lengths[:, None])
         for layer in self.gates.layer_indices:
             observed.enter_layer(layer, hidden)
             observed.targets[layer] = hidden[:, : lengths.max(), :2].transpose(1, 2)

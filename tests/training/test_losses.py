@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 import ag
-from ag.gates.gating import Observing
+from ag.gates.gating import TargetPass
 from ag.training import losses
 from tests.support.bounds import ROUNDINGS, conditioned, hold, of_logits, of_pass
 from tests.support.gates_for import gates_for
@@ -197,7 +197,7 @@ def test_gate_means_and_their_gradients(tiny_llama, prompts, padding):
 
 
 class Seen:
-    """A finished observation: what :class:`ag.gates.gating.Observing` holds after its forward pass."""
+    """A finished observation: what :class:`ag.gates.gating.TargetPass` holds after its forward pass."""
 
     def __init__(self, targets, logits, mask):
         self.targets, self.logits, self.has_target = targets, logits, lambda: mask
@@ -228,7 +228,7 @@ def observe(make, target, prompts, **gate):
         layer.self_attn.v_proj.register_forward_hook(lambda m, a, out, index=index: values.update({index: out}))
     gates = gates_for(model, **gate)
     ag.attach(model, gates)
-    observed = Observing(gates, valid, torch.tensor(prompts), target)
+    observed = TargetPass(gates, valid, torch.tensor(prompts), target)
     with torch.no_grad():
         logits = model(ids, gating=observed, use_cache=False).logits
     hold(logits[valid.bool()], plain.logits[valid.bool()], bounds[0])
@@ -289,7 +289,7 @@ def test_only_what_is_repeated_has_a_target(tiny_llama):
     ag.attach(model, gates)
     ids = torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(2))
     prompts, copied = torch.tensor([12, 9]), torch.tensor([[3, 8], [0, 5]])
-    whole, part = (Observing(gates, torch.ones_like(ids), prompts, "kvzip", chunk) for chunk in (None, copied))
+    whole, part = (TargetPass(gates, torch.ones_like(ids), prompts, "kvzip", chunk) for chunk in (None, copied))
     for observed in (whole, part):
         with torch.no_grad():
             model(ids, gating=observed, use_cache=False)

@@ -65,7 +65,7 @@ class Scorer(ABC):
         """
         return {}
 
-    def trained_with(self, sinks: int, recent: int) -> Self:
+    def with_trained_protection(self, sinks: int, recent: int) -> Self:
         """Return a scorer that protects the tokens that every query saw while its gates were trained.
 
         These are the ``sinks`` first tokens, and of a prompt the ``recent`` newest tokens. Options of the policy take

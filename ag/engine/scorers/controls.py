@@ -11,7 +11,7 @@ from torch import Tensor
 from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.engine.scorers.base import Scorer
 
-ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
+HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # multipliers of xxHash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,11 @@ class Random(Scorer):
     def score(self, inputs: ScorerInputs) -> Tensor:
         """Return numbers in [0, 1)."""
         heads = torch.arange(inputs.key_indices.shape[1], device=inputs.key_indices.device)[:, None]
-        seed = (self.seed * 1000 + inputs.layer) * ODD[2] & 0xFFFFFFFF
-        mixed = inputs.key_indices * ODD[0] + heads * ODD[1] + seed
+        seed = (self.seed * 1000 + inputs.layer) * HASH_MULTIPLIERS[2] & 0xFFFFFFFF
+        mixed = inputs.key_indices * HASH_MULTIPLIERS[0] + heads * HASH_MULTIPLIERS[1] + seed
         for shift in (15, 13, 16):
             mixed = mixed & 0xFFFFFFFF
-            mixed = (mixed ^ (mixed >> shift)) * ODD[shift % 3]
+            mixed = (mixed ^ (mixed >> shift)) * HASH_MULTIPLIERS[shift % 3]
         return (mixed & 0xFFFFFF).float() / 2**24
 
 

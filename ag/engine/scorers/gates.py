@@ -57,7 +57,7 @@ class Gates(Scorer):
                 "share replaces a number of recents; leave one out."
             )
 
-    def trained_with(self, sinks: int, recent: int) -> Self:
+    def with_trained_protection(self, sinks: int, recent: int) -> Self:
         """Return the scorer that protects these numbers of tokens, unless options give other numbers."""
         return replace(self, trained_sinks=sinks, trained_recent=recent)
 

@@ -66,9 +66,9 @@ class Wrapper(Scorer):
         """Return the wrapper on an inner scorer with the instructions of a tokenizer."""
         return replace(self, inner=self.inner.with_tokenizer(tokenizer))
 
-    def trained_with(self, sinks: int, recent: int) -> Self:
-        """Return the wrapper on an inner scorer that protects these tokens; see :meth:`Scorer.trained_with`."""
-        return replace(self, inner=self.inner.trained_with(sinks, recent))
+    def with_trained_protection(self, sinks: int, recent: int) -> Self:
+        """Return the wrapper on an inner scorer that protects these tokens, as :class:`Scorer` does."""
+        return replace(self, inner=self.inner.with_trained_protection(sinks, recent))
 
     def limits(self, capacity: Tensor) -> tuple[int | Tensor, int | Tensor]:
         """Return the larger numbers of tokens that the inner scorer or the wrapper protects."""

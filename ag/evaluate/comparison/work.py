@@ -120,11 +120,11 @@ def _run_cells(
             yield from worker.run(unit)
         return
     memory = MEMORY_BY_WEIGHTS * models.stored_nbytes(config.model, config.revision)
-    room = cluster.Room.on(config.device, cpus=torch.get_num_threads(), memory=memory)
+    room = cluster.Resources.on(config.device, cpus=torch.get_num_threads(), memory=memory)
     with cluster.connected(config.cluster):
         make = partial(_remote, config, command, torch.get_num_threads())
         for unit, finished in cluster.share(units, make, room):
-            if isinstance(finished, cluster.Lost):
+            if isinstance(finished, cluster.LostUnit):
                 problem = f"{finished.times} workers ended while they worked on it: {finished.why}"
                 finished = [cell.finished(config, command, problem=problem) for cell in unit]
             yield finished

@@ -44,7 +44,7 @@ def test_a_cell_that_ends_its_workers_has_a_row(config, quiet, monkeypatch):
     """Such as one that runs out of memory; with retry=true it runs again."""
     with refuses(UserError, "device=cuda:1", "cuda with cluster="):
         compare(config(device="cuda:1", cluster="auto"), quiet)
-    lost = cluster.Lost(3, "out of memory")
+    lost = cluster.LostUnit(3, "out of memory")
     monkeypatch.setattr(cluster, "connected", lambda address: quiet.capture())
     rooms = []
     monkeypatch.setattr(
