@@ -139,8 +139,7 @@ class KVStore:
         """Return the token index of each slot, ``[B, Hkv, N]`` long, -1 on free slots; see :meth:`pool_indices`."""
         blocks, count = self._table(layer, all_slots)
         by_block = self.pages(layer).token_indices[blocks]  # a block is copied at once
-        free = torch.arange(count, device=blocks.device) >= self.lengths[layer][..., None]
-        return by_block.flatten(-2)[..., :count].long().masked_fill_(free, -1)
+        return by_block.flatten(-2)[..., :count].long().masked_fill_(self.free_slots(layer, count), -1)
 
     def free_slots(self, layer: int, count: int) -> Tensor:
         """Return which of a layer's first ``count`` slots hold no token, ``[B, Hkv, count]`` bool."""

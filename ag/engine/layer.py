@@ -144,8 +144,9 @@ class Layer:
         if not (batch.step or call.shared):  # a step made room in all layers at once
             store.make_room(slice(self.index, self.index + 1), batch.counts)
         pages = store.pages(self.index)
-        # newest tokens that are seen without a flag; None means that all tokens are seen
-        num_recent = None if self._dense(batch) else self.visible_unflagged
+        num_recent = self.visible_unflagged
+        if num_recent is not None and self._dense(batch):
+            num_recent = None  # all tokens are seen
         if call.shared:
             gate = batch.notes.gate_outputs.get(self.index)
         else:
