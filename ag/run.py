@@ -403,7 +403,7 @@ def build_trainer(
             accelerator="cuda" if options.accelerator != "cpu" and CUDAAccelerator.is_available() else "cpu",
             devices=options.devices,
             num_nodes=options.num_nodes,
-            strategy=ShardedStrategy(options.devices * options.num_nodes) if sharded else options.strategy,
+            strategy=ShardedStrategy(options.world_size) if sharded else options.strategy,
             precision=options.precision,
             max_epochs=options.max_epochs if options.max_steps < 0 else -1,
             max_steps=options.max_steps,

@@ -174,7 +174,7 @@ def _scaling(config: Config) -> Any:
     from ray.train import ScalingConfig
 
     trainer, on_gpu = config.trainer, cluster.on_gpu(config.trainer.accelerator)
-    ranks, room = trainer.devices * trainer.num_nodes, cluster.Resources(gpus=int(on_gpu))
+    ranks, room = trainer.world_size, cluster.Resources(gpus=int(on_gpu))
     hosts = [room.hosts(machine) for machine in cluster.machines()]
     one_machine = on_gpu and trainer.num_nodes == 1  # Lightning counts a machine's GPUs; CPU ranks may be anywhere
     if (max(hosts) if one_machine else sum(hosts)) < ranks:

@@ -171,6 +171,11 @@ class TrainerConfig:
         if self.precision == "16-mixed" and self.accelerator == "cpu":
             refuse(self, "precision accelerator", "float16 needs a GPU; use bf16-mixed", "trainer.")
 
+    @property
+    def world_size(self) -> int:
+        """Number of processes that train, on all machines."""
+        return self.devices * self.num_nodes
+
 
 @dataclass
 class CheckpointConfig:

@@ -150,20 +150,23 @@ class ForwardPass(Interceptor):
     def _check_room(self, new: Tensor, counts: Tensor) -> None:
         """Refuse a pass where the pool has no room for its tokens, ``new`` ``[B, T]`` bool and ``counts`` ``[B]``."""
         stores, sequences, policy = self.state.stores, self.state.sequences, self.setup.policy
-        uneven, block = False, None if sequences.ready else policy.block
-        if block is not None:  # a chunk is evicted before the next one comes
+        chunk, uneven = None if sequences.ready else policy.block, False
+        if chunk is not None:  # each chunk is evicted from before the next one is read
             uneven = not isinstance(policy.allocator, Uniform)
             capacity = 0 if policy.budget is None else policy.capacity(sequences.prompt_len)
-            until_evicted = (block - sequences.num_tokens % block).maximum(capacity + block - sequences.num_held)
-            counts = counts.minimum(until_evicted)
-        # keys that are rotated again are written anew, and the tokens of an attention chunk go when the next begins
-        chunked = any(layer.chunk is not None for layer in self.state.layers)
-        evicts = chunked or self.setup.rotation is not None or sequences.may_evict(counts)
-        # fewer copies are needed once nothing else refers to the blocks
-        if not self.setup.pool.has(lambda: sum(store.blocks_needed(counts, evicts, uneven) for store in stores)):
+            to_chunk_end = chunk - sequences.num_tokens % chunk
+            counts = counts.minimum(to_chunk_end.maximum(capacity + chunk - sequences.num_held))
+        # These write into cached blocks, and shared blocks are copied first: evictions, rotations of cached keys, and
+        # the end of an attention chunk, which frees the tokens of the chunk.
+        in_chunks = any(layer.chunk is not None for layer in self.state.layers)
+        rewrites = in_chunks or self.setup.rotation is not None or sequences.may_evict(counts)
+
+        def needed() -> int:  # counted again as spare blocks are released: fewer shared blocks are copied then
+            return sum(store.blocks_needed(counts, rewrites, uneven) for store in stores)
+
+        if not self.setup.pool.has(needed):
             sequences.undo_extend(new)
-            needed = sum(store.blocks_needed(counts, evicts, uneven) for store in stores)
-            raise self.setup.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed)
+            raise self.setup.pool.full(f"{int(counts.max())} tokens of each of {len(counts)} sequences need", needed())
 
     # ---- passes
 

@@ -91,23 +91,7 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
         length, loss_tokens = row[0], min(loss_tokens, config.data.batch_size * row[1])
     tokens = config.data.batch_size * length
 
-    # the weights
-    sizes: dict[str, float] = {"base weights": model.nbytes["base"]}
-    if config.model.quantization == "nf4":
-        sizes["base weights"] += model.linear_count * NF4_BYTES - model.linear_nbytes
-    whole_weights = sizes["base weights"]
-    trained = ("gates", "LoRA")
-    sizes |= {name: float(model.nbytes[name]) for name in trained}
-    learned = sizes["gates"] + sizes["LoRA"]
-    states = {"gradients": learned, "optimiser": 2 * learned}
-    world = config.trainer.devices * config.trainer.num_nodes
-    if config.trainer.strategy == "fsdp2":
-        layer_weights = whole_weights - model.outside_nbytes
-        gathered = 2 * (layer_weights + learned) / len(model.attending)  # this layer and the next
-        sizes = {"base weights": model.outside_nbytes + layer_weights / world} | {x: sizes[x] / world for x in trained}
-        states = {name: size / world for name, size in states.items()} | {"gathered layers": gathered}
-    elif world > 1:
-        states["all-reduce buckets"] = learned
+    base_nbytes = _base_nbytes(config, model)
 
     # the layers
     gate_of = {model.attending[index]: gate for index, gate in model.gates.items()}
@@ -146,18 +130,41 @@ def plan(config: Config, row: tuple[float, float] | None = None) -> MemoryPlan:
     flops += passes * 2 * loss_tokens * model.vocabulary * width
     return MemoryPlan(
         parameters=dict(model.counts),
-        memory=sizes
-        | states
+        memory=_weight_memory(config, model, base_nbytes)
         | {
             "activations": checkpointed if checkpointing else without_checkpointing,
             "logits or temporary": max(chunk * model.vocabulary * logit, temporary),
         },
         activations=(without_checkpointing, without_checkpointing if regresses else checkpointed),
-        weights=whole_weights,
+        weights=base_nbytes,
         kv_cache=model.kv_count * full_length * stored_bytes,  # a model that is loaded for inference has no autocast
         flops=config.trainer.accumulate * flops,
-        tokens=round(world * config.trainer.accumulate * tokens),
+        tokens=round(config.trainer.world_size * config.trainer.accumulate * tokens),
     )
+
+
+def _base_nbytes(config: Config, model: Outline) -> float:
+    """Return the bytes of the whole base weights, in NF4 if the configuration says so."""
+    nbytes: float = model.nbytes["base"]
+    if config.model.quantization == "nf4":
+        nbytes += model.linear_count * NF4_BYTES - model.linear_nbytes
+    return nbytes
+
+
+def _weight_memory(config: Config, model: Outline, base: float) -> dict[str, float]:
+    """Return the bytes per device of weights, gradients and optimiser states; ``base`` is of the whole base weights."""
+    trained = ("gates", "LoRA")
+    sizes = {"base weights": base} | {name: float(model.nbytes[name]) for name in trained}
+    learned, world = sizes["gates"] + sizes["LoRA"], config.trainer.world_size
+    states = {"gradients": learned, "optimiser": 2 * learned}
+    if config.trainer.strategy == "fsdp2":
+        layer_weights = base - model.outside_nbytes
+        gathered = 2 * (layer_weights + learned) / len(model.attending)  # this layer and the next
+        sizes = {"base weights": model.outside_nbytes + layer_weights / world} | {x: sizes[x] / world for x in trained}
+        states = {name: size / world for name, size in states.items()} | {"gathered layers": gathered}
+    elif world > 1:
+        states["all-reduce buckets"] = learned
+    return sizes | states
 
 
 def outline_of(config: Config) -> Outline:
@@ -198,7 +205,7 @@ def report(
     elif rows is not None:
         row_lines.append(f"tokens of a step: all rows are full, because {rows}")
     counts = ", ".join(f"{name} {count / 1e6:,.1f} M" for name, count in full_plan.parameters.items())
-    gpus = config.trainer.devices * config.trainer.num_nodes
+    gpus = config.trainer.world_size
     plain, kept = full_plan.activations
     sizes = {f"  {name}": size for name, size in {**full_plan.memory, "peak of a step": full_plan.total}.items()}
     sizes |= {"activations without checkpointing": plain, "activations with checkpointing": kept}
@@ -261,7 +268,7 @@ def steps(config: Config) -> int | None:
     rows = min((size for size in sizes if size is not None), default=None)
     if rows is None:
         return None
-    batches = rows // (data.batch_size * trainer.devices * trainer.num_nodes)
+    batches = rows // (data.batch_size * trainer.world_size)
     return trainer.max_epochs * -(-batches // trainer.accumulate)
 
 

@@ -62,7 +62,7 @@ def _describe(config: Config, step_plan: MemoryPlan) -> str:
     if count is not None:
         run_time = duration(count * step_plan.flops / TFLOPS / 1e12)
         time = f" and at most {run_time} on GPUs of {TFLOPS} x 10^12 operations a second"
-    gpus = config.trainer.devices * config.trainer.num_nodes
+    gpus = config.trainer.world_size
     devices = "one device" if gpus == 1 else f"each of {gpus} devices"
     return f"This run needs {step_plan.total / GIB:.1f} GiB on {devices}{time}; python -m ag.plan shows the parts."
 
