@@ -41,7 +41,7 @@ from ag.model.quiet import quiet
 from ag.model.structure import decoder_of
 from ag.model.support import check_attention
 from ag.run_on_cluster import EXIT_NOT_FINITE, run_on_cluster
-from ag.training import needs, replay
+from ag.training import preflight, replay
 from ag.training.loggers import build_loggers, log_export
 from ag.training.memory_plan import GIB
 from ag.training.module import GatedLM
@@ -177,7 +177,7 @@ def check_parts(config: Config) -> None:
 
 def load_base(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the base model and its tokenizer; refuse a model that is too large, or that gates do not support."""
-    needed = needs.check_memory(config)
+    needed = preflight.check_memory(config)
     try:
         base, tokenizer = models.load_base(config.model)
     except models.ModelError as error:
@@ -185,7 +185,7 @@ def load_base(config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
             raise
         raise models.ModelError(f"{error}. {needed}") from error
     (decoder_of if config.train == "lora" else check_attention)(base)  # before the data are read
-    needs.warn_of_slow_bfloat16(config)
+    preflight.warn_of_slow_bfloat16(config)
     return base, tokenizer
 
 

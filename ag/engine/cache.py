@@ -1,6 +1,6 @@
 """The cache that evicts: hand it to ``model.generate(past_key_values=...)``.
 
-An :class:`EvictionCache` has a setup (its model, policy and pool; ``setup.py``), a state (the tokens it holds;
+An :class:`EvictionCache` has a setup (its model, policy and pool; ``cache_setup.py``), a state (the tokens it holds;
 ``cache_state.py``) and an interceptor, the forward pass that a model's hooks call (``forward_pass.py``).
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ag.config.spec import PolicySpec
-from ag.engine import saved
+from ag.engine import cache_file
 from ag.engine.block_pool import Pool
+from ag.engine.cache_setup import CacheSetup
 from ag.engine.cache_state import CacheState
 from ag.engine.forward_pass import ForwardPass
 from ag.engine.policy import Option, Policy, policy
 from ag.engine.report import Report, layer_nbytes, over_budget, report, share_held, visible_token_indices
-from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.gates.gate import AttentionGates
 from ag.model.hybrid import States
@@ -111,7 +111,7 @@ class EvictionCache(Cache):
         """
         self.state.check_pass_finished()
         self.state.check_scores()
-        saved.save(self.state, path)
+        cache_file.save(self.state, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Self:
@@ -125,7 +125,7 @@ class EvictionCache(Cache):
         Raises:
             UserError: when the file is no whole saved cache of this schema, or of another model or other gates.
         """
-        return saved.load(cls, path, model)
+        return cache_file.load(cls, path, model)
 
     # ---- contents
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ag.engine.cache_setup import CacheSetup
 from ag.engine.evictor import Evictor
 from ag.engine.kv_store import KVStore, stores_of
 from ag.engine.layer import Layer
 from ag.engine.recorded_prompt import RecordedPrompt
 from ag.engine.sequences import SequenceState
-from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.gates.attach import same_gates
 from ag.model.hybrid import States

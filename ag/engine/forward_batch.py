@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ag.model.interceptor import AttentionCall
-
-if TYPE_CHECKING:
-    from ag.engine.evictor import Evictor
 
 
 class Prompts(NamedTuple):
@@ -30,7 +27,7 @@ class PendingEviction(NamedTuple):
     readers_left: int
     call: AttentionCall
     weights: Tensor | None  # of a single query, where the scorer needs them
-    evictor: Evictor | None  # None: this pass evicts nothing from the layer
+    evictor: Any  # the Evictor of the pass; None: this pass evicts nothing from the layer
 
 
 @dataclass(kw_only=True, eq=False)

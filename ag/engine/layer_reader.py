@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ag import retention
-from ag.engine.cached_kv import CachedKV
-from ag.engine.rows import (
+from ag.engine.attention_rows import (
     FUSED,
     INF,
     CentredValues,
@@ -26,6 +25,7 @@ from ag.engine.rows import (
     moments_over_queries,
     sum_over_queries,
 )
+from ag.engine.cached_kv import CachedKV
 from ag.engine.scorer_inputs import COLUMNS, Needs, QueryRows, ScorerInputs, UnrotatedQueries
 from ag.kernels.attention_stats import attention_stats
 from ag.kernels.softmax import PLAIN, Softmax

@@ -12,7 +12,7 @@ from torch import Tensor
 from ag.errors import UserError
 
 if TYPE_CHECKING:
-    from ag.engine.rows import Statistic
+    from ag.engine.attention_rows import Statistic
 
 COLUMNS = 1024  # a table of all tokens grows by this many columns
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ag.engine.forward_batch import ForwardBatch, Prompts
 from ag.engine.masks import check_announced, check_mask_width, check_past, check_protected, marked, of_each
-from ag.engine.parts import cut, in_turn
+from ag.engine.pass_split import cut, in_turn
 from ag.engine.policy import Policy
 from ag.engine.token_ids import TokenIds
 from ag.errors import UserError

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ag import engine
 from ag.config.command_line import command
-from ag.engine.setup import CacheSetup
+from ag.engine.cache_setup import CacheSetup
 from ag.errors import UserError
 from ag.evaluate.tasks.follow import score
 from ag.gates import export

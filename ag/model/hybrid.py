@@ -3,7 +3,7 @@
 Linear attention, state spaces and convolutions read the columns of a pass in turn. Padding before the first token of a
 text leaves their states empty; padding after it would move convolutions on and let states decay. So a pass reads the
 tokens of each sequence right-aligned, and leaves out sequences that have none in it. Sequences that have states share a
-pass if it has equal numbers of their tokens (``in_turn`` of ag/engine/parts.py).
+pass if it has equal numbers of their tokens (``in_turn`` of ag/engine/pass_split.py).
 """
 
 from __future__ import annotations

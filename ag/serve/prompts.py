@@ -12,8 +12,8 @@ from typing import Any
 
 from ag.commands.serve import ServeConfig
 from ag.config.spec import ENGINE, PolicySpec
+from ag.engine.cache_setup import CacheSetup
 from ag.engine.policy import Policy, policy
-from ag.engine.setup import CacheSetup
 from ag.errors import UserError
 from ag.model.chat import Chat, reads, spans
 from ag.serve.errors import ApiError

@@ -19,11 +19,11 @@ from ag.errors import UserError
 from ag.gates.calibration import Calibration
 from ag.gates.gate import AttentionGates
 from ag.training import costs
-from ag.training.distill import DrawnShareLoss, MeanGateLoss
 from ag.training.gated_loss import GatedLoss
 from ag.training.regress import PromptRegression, RowRegression
 from ag.training.replay import ReplayLoss, ReplayValidation
 from ag.training.sharded import shard
+from ag.training.share_losses import DrawnShareLoss, MeanGateLoss
 from ag.training.validation import Validation
 
 #: The losses by the dataclass of their settings.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ag.engine.rows import CentredValues, attention_rows, sum_over_queries
+from ag.engine.attention_rows import CentredValues, attention_rows, sum_over_queries
 from ag.engine.wrappers.obcache import joint_error, key_error, largest, value_error
 from tests.support.bounds import conditioned, hold
 from tests.support.pairs import covering

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ag.engine import layer_reader
-from ag.engine.rows import FUSED
+from ag.engine.attention_rows import FUSED
 from ag.engine.scorer_inputs import Needs, UndeclaredInputError
 from ag.errors import UserError
 from ag.kernels.attention_stats import cpu

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 import ag
 from ag import retention
 from ag.engine.allocators.base import Candidates, topk_over_heads
+from ag.engine.attention_rows import moments_over_queries
 from ag.engine.evictor import NonFiniteScoreError
 from ag.engine.records import latest
-from ag.engine.rows import moments_over_queries
 from ag.engine.scorers import SCORERS, Needs, RowScorer, Scorer
 from ag.engine.scorers.cake import Cake
 from ag.engine.scorers.controls import KNorm, Random

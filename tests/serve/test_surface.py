@@ -141,7 +141,7 @@ def test_a_request_has_a_policy_of_its_own(tiny, served):
 
 def test_a_policy_of_a_request_is_checked_without_memory(served, monkeypatch):
     """A pool beside the server's would take memory of the device, while the scheduler may record a step."""
-    monkeypatch.setattr("ag.engine.setup.BlockPool", Mock(side_effect=AssertionError("a pool is made")))
+    monkeypatch.setattr("ag.engine.cache_setup.BlockPool", Mock(side_effect=AssertionError("a pool is made")))
     body = {"model": "tiny", "prompt": "abc " * 9, "max_tokens": 2, "ag": {"policy": "tova", "budget": 7}}
     answer = served[1].post("/v1/completions", json=body).json()
     assert answer["choices"][0]["ag"]["policy"] == "tova 7"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ag.engine.rows import subtract_centre
+from ag.engine.attention_rows import subtract_centre
 from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.engine.scorers.base import grouped
 from ag.engine.wrappers.base import Wrapper, larger_counts

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ag.engine.rows import FUSED, CentredValues
+from ag.engine.attention_rows import FUSED, CentredValues
 from ag.engine.scorer_inputs import Needs, ScorerInputs
 from ag.engine.scorers.base import RowScorer, grouped
 from ag.engine.wrappers.base import Wrapper

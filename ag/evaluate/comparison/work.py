@@ -23,7 +23,7 @@ from torch import nn
 
 from ag import cluster
 from ag.commands.compare import CompareConfig
-from ag.engine.setup import CacheSetup
+from ag.engine.cache_setup import CacheSetup
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import NO_SAMPLES, Cell
 from ag.evaluate.comparison.folder import FinishedCell, Folder, common_samples

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 import ag
-from ag.engine.saved import SCHEMA
+from ag.engine.cache_file import SCHEMA
 from ag.errors import UserError
 from tests.support.batches import columns, padded, read, row, step
 from tests.support.gates_for import gates_for

@@ -10,7 +10,7 @@ from ag.config.recipes import recipes, resolve
 from ag.errors import UserError
 from ag.model import base as models
 from ag.model import configurations
-from ag.training import memory_plan, needs
+from ag.training import memory_plan, preflight
 from ag.training.made_outline import read_geometry
 from ag.wheels import hub_name
 from tests.support.refused import names, refuses
@@ -32,7 +32,7 @@ def offline(monkeypatch):
 
 def test_a_gated_model_that_cannot_be_fetched(offline, monkeypatch, capsys):
     """Licence, login, memory and hours, whether the hub answers or not; before transformers asks for a minute."""
-    monkeypatch.setattr(needs, "_memory", lambda config: 64 << 30)
+    monkeypatch.setattr(preflight, "_memory", lambda config: 64 << 30)
     assert fit.main(["recipe=piqa_sft"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -45,28 +45,28 @@ def test_a_gated_model_that_cannot_be_fetched(offline, monkeypatch, capsys):
 )
 def test_a_model_that_exceeds_the_memory_is_refused_before_it_is_fetched(gib, dtype, quantization, fix, monkeypatch):
     config = resolve(Config, {"recipe": "piqa_sft", "model.dtype": dtype, "model.quantization": quantization})
-    monkeypatch.setattr(needs, "_memory", lambda config: gib << 30)
+    monkeypatch.setattr(preflight, "_memory", lambda config: gib << 30)
     with refuses(UserError, f"model.name={LLAMA}", f"this device has {gib}.0", fix, *LICENCE, "hours") as caught:
-        needs.check_memory(config)
+        preflight.check_memory(config)
     assert ("nf4" in str(caught.value)) == (quantization == "none")
 
 
 def test_the_memory_is_that_of_the_container(monkeypatch):
-    monkeypatch.setattr(needs, "main_memory", lambda: 3 << 30)
+    monkeypatch.setattr(preflight, "main_memory", lambda: 3 << 30)
     config = resolve(Config, {"recipe": "piqa_sft", "trainer.accelerator": "cpu", "model.quantization": "none"})
     with refuses(UserError, f"model.name={LLAMA}", "this device has 3.0"):
-        needs.check_memory(config)
+        preflight.check_memory(config)
 
 
 def test_a_step_that_exceeds_the_memory_is_a_warning(monkeypatch, capsys):
     config = resolve(Config, {"recipe": "piqa_sft"})
     for gib, warned in ((16, True), (24, False)):
-        monkeypatch.setattr(needs, "_memory", lambda config, gib=gib: gib << 30)
-        names(needs.check_memory(config), *NEEDS)
+        monkeypatch.setattr(preflight, "_memory", lambda config, gib=gib: gib << 30)
+        names(preflight.check_memory(config), *NEEDS)
         error = capsys.readouterr().err
         assert bool(error) == warned
-    monkeypatch.setattr(needs, "_memory", lambda config: 16 << 30)
-    needs.check_memory(config)
+    monkeypatch.setattr(preflight, "_memory", lambda config: 16 << 30)
+    preflight.check_memory(config)
     names(capsys.readouterr().err, "ag.fit: warning", "16.0 GiB", *NEEDS)
 
 
@@ -74,7 +74,7 @@ def test_random_weights_and_models_of_the_hub_alone_have_no_plan():
     config = Config()
     for name in ("nobody/nothing", "random:tiny"):
         config.model.name = name
-        assert needs.check_memory(config) == ""
+        assert preflight.check_memory(config) == ""
 
 
 def test_a_model_of_this_machine_has_a_plan(tmp_path, tiny_llama, monkeypatch, capsys):
@@ -85,12 +85,12 @@ def test_a_model_of_this_machine_has_a_plan(tmp_path, tiny_llama, monkeypatch, c
     for name in ("qwen2.5-coder-0.5b", str(tmp_path / "qwen2.5-coder-0.5b")):
         config.model.name = name
         weights = memory_plan.plan(config).memory["base weights"]
-        monkeypatch.setattr(needs, "_memory", lambda config, weights=weights: 2 * weights)
-        needs.check_memory(config)
+        monkeypatch.setattr(preflight, "_memory", lambda config, weights=weights: 2 * weights)
+        preflight.check_memory(config)
         names(capsys.readouterr().err, "ag.fit: warning", "may exceed")
-    monkeypatch.setattr(needs, "_memory", lambda config: 1000)
+    monkeypatch.setattr(preflight, "_memory", lambda config: 1000)
     with refuses(UserError, f"model.name={tmp_path}", "weights"):
-        needs.check_memory(config)
+        preflight.check_memory(config)
 
 
 def test_only_models_of_gated_repositories_ask_for_a_licence(monkeypatch):
@@ -151,5 +151,5 @@ def test_bfloat16_on_a_processor_without_its_instructions_is_a_warning(monkeypat
     ):
         monkeypatch.setattr(hardware, "cpu_features", lambda features=features: features)
         config = {"recipe": "piqa_sft", "trainer.accelerator": "cpu", "trainer.precision": precision}
-        needs.warn_of_slow_bfloat16(resolve(Config, config))
+        preflight.warn_of_slow_bfloat16(resolve(Config, config))
         assert ("trainer.precision=32-true" in capsys.readouterr().err) == warned

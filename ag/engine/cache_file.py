@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ag.engine.cache_setup import CacheSetup
 from ag.engine.cache_state import CacheState
 from ag.engine.policy import Policy, policy
-from ag.engine.setup import CacheSetup
 from ag.engine.state_dict import check_ready, restore, state_of
 from ag.errors import UserError
 from ag.files import replacing
