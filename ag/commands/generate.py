@@ -63,6 +63,8 @@ class GenerateConfig(SharedPolicy):
                 "messages=FILE.json."
             )
         if self.messages is not None:
+            if self.chat:
+                raise UserError("chat=true and messages=FILE both make a chat: leave chat out.")
             chat = Chat.read(self.messages)
             return replace(chat, variables={**chat.variables, **self.template})
         text = self.prompt

@@ -311,7 +311,7 @@ class EvictionCache(Cache):
         """Whether drafts can be taken back; ``model.generate`` reads it after the prompt."""
         states, policy = self.state.states, self.policy
         evicts_later = policy.reconstruction_scorer is not None or policy.steps is not None
-        return (states is None or states.can_crop) and (policy.scorer is None or not evicts_later)
+        return (states is None or states.can_crop) and not evicts_later
 
     # ---- other sequences
 

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from ag.serve.scheduler import Scheduler as Scheduler
     from ag.serve.stream import Stream as Stream
 
+MODULES = {"Request": "request", "Scheduler": "scheduler", "Stream": "stream", "Token": "request"}
 __all__ = ["Request", "Scheduler", "Stream", "Token"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in MODULES:
         raise AttributeError(f"module 'ag.serve' has no attribute {name!r}")
-    return getattr(import_module("ag.serve.scheduler"), name)
+    return getattr(import_module(f"ag.serve.{MODULES[name]}"), name)

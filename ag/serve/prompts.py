@@ -111,7 +111,7 @@ class RequestBuilder:
         try:
             request = Request(**values)
             self._scheduler.end_tokens_of(request)
-        except UserError as error:
+        except UserError as error:  # all other values were checked before
             raise ApiError(400, str(error), "min_tokens") from None
         return EncodedPrompt(request, policy_text(request.policy or self._scheduler.policy), echo)
 
@@ -129,8 +129,8 @@ class RequestBuilder:
                 raise UserError(f"ag.policy={text!r:.80}: expected no path: requests use the server's gates.")
             evicts = spec.takes_budget
             own_budget = server_policy.budget if evicts and budget is None else budget
-            if budget is not None and not evicts or evicts and own_budget is None and not spec.bare:
-                param = "ag.budget"
+            if (own_budget is None and not spec.bare) if evicts else budget is not None:
+                param = "ag.budget"  # the error below is about it
             same_scorer = evicts and spec.resolved().scorer == server_policy.spec.resolved().scorer
             options = {name: value for name, value in server_policy.options.items() if same_scorer or name in ENGINE}
             schedule = server_policy.schedule if evicts else "prefill"
@@ -167,7 +167,7 @@ class RequestBuilder:
     def _grammar(self, params: GenerationRequest, tokens: Sequence[int]) -> Any:
         """Return a matcher of the grammar that completions to a prompt follow. None: free text."""
         source = params.grammar_source
-        matcher = None if source is None else self._compile_grammar(*source)
+        matcher = None if source is None else self._compile_grammar(*source)  # raises for a wrong schema
         chat = params if isinstance(params, ChatCompletionRequest) and params.callable_tools else None
         must_call = chat is not None and chat.must_call_tool
         if source is None and not must_call:

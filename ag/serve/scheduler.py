@@ -527,7 +527,7 @@ class Scheduler:
         """Free the blocks of the newest completion and queue it first. Its tokens are read again later.
 
         A step that failed halfway leaves the whole cache invalid: then all completions of the batch are preempted. A
-        completion that has the pool to itself ends, unless another one has just ``freed`` its blocks.
+        completion that has the pool to itself ends, unless another one has just ``freed`` its blocks and made room.
         """
         oldest_first = sorted(self._running, key=lambda completion: completion.submitted_at)
         newest, job = oldest_first[-1], self._prefill_job

@@ -145,7 +145,9 @@ def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | No
         protected: first tokens of the prompt that the request protects.
     """
     size, policy = geometry.block_size, geometry.settings.made_policy
-    budget, (in_prompt, in_longest) = _budget_and_protected(geometry, prompt, protected, prompt, geometry.longest)
+    budget, (protected_at_prompt, protected_at_longest) = _budget_and_protected(
+        geometry, prompt, protected, prompt, geometry.longest
+    )
     schedule = Schedule(prompt, max(prompt, budget), policy.block, policy.steps)
     first = schedule.after(0)
     while first is not None and kept_tokens(geometry, prompt, protected, first) >= first:
@@ -153,9 +155,9 @@ def place(geometry: Geometry, prompt: int, protected: int = 0) -> Placement | No
     if first is None:
         return None
     rows, whole_blocks = geometry.scored_layers * geometry.kv_heads, -(-first // size)
-    kept = max(budget, in_prompt)
+    kept = max(budget, protected_at_prompt)
     if policy.steps is not None:  # a layer keeps its total, or the protected tokens if these have become more
-        kept = min(kept + in_longest - in_prompt, geometry.longest)
+        kept = min(kept + protected_at_longest - protected_at_prompt, geometry.longest)
     minis = rows * (kept + size - 1) // size if policy.allocator.compares_heads else rows * -(-kept // size)
     if not geometry.evicts_again:
         minis = min(minis, rows * whole_blocks)

@@ -234,6 +234,7 @@ def test_base_model_has_the_revision_of_the_export(folder, tmp_path, monkeypatch
         (["prompt=abc", "chat=true"], ("chat template", "instruct")),
         (["messages=FOLDER/base/config.json"], ("FOLDER/base/config.json", "role and content")),
         (["prompt=abc", "template.enable_thinking=false"], ("template.enable_thinking", "chat=true")),
+        (["messages=FOLDER/base/config.json", "chat=true"], ("chat=true", "messages=FILE")),
         (["prompt=abc", "gates=FOLDER/nameless"], ("model=NAME", "gates=EXPORT")),
         (["prompt=abc", "device=nonsense"], ("device=nonsense",)),
         (["prompt=abc", "policy=h20", "budget=8"], ("'h20'", "h2o")),
