@@ -328,7 +328,8 @@ class SequenceState:
                 "cache.reset(), and read another prompt."
             )
         too_far = left < self.evicted_at
-        if bool(too_far.any()):
+        all_goes = self.policy.budget is None and not bool(left.any())  # the next text is a prompt again
+        if bool(too_far.any()) and not all_goes:
             row = int(too_far.long().argmax())
             raise UserError(
                 f"crop: sequence {row} would have {int(left[row])} tokens, and which of its first "
