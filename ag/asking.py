@@ -89,9 +89,9 @@ def ask(
     model(input_ids=context_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     report = cache.report()
     texts = []
-    for _, after in prompts:
-        ids = torch.cat([context_ids, _ids(tokenizer, after, device)], 1)
-        with own_settings(model, tokenizer):
+    with own_settings(model, tokenizer):
+        for _, after in prompts:
+            ids = torch.cat([context_ids, _ids(tokenizer, after, device)], 1)
             output = model.generate(  # type: ignore[operator]  # PEFT and transformers declare it differently
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -99,8 +99,8 @@ def ask(
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
             )
-        text = str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
-        texts.append(text if tokenizer.chat_template else text.partition("\n")[0])
+            text = str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+            texts.append(text if tokenizer.chat_template else text.partition("\n")[0])
     return Answers(texts, report.kept_share, sum(report.nbytes), report.plain_nbytes)
 
 

@@ -357,9 +357,9 @@ class KVStore:
     def shorten(self, layers: slice, kept: Tensor, spare: int = BLOCK) -> None:
         """Keep the first tokens of rows alone, ``kept`` ``[L', B, Hkv]`` of them; see :meth:`truncate`."""
         self.lengths[layers].copy_(kept)
-        for lengths, records in zip(self.lengths[layers], self.records[layers], strict=True):
-            free = torch.arange(self.slots, device=lengths.device) >= lengths[..., None]
-            for x in records.values():
+        for layer in range(*layers.indices(len(self.records))):
+            free = self.free_slots(layer, self.slots)
+            for x in self.records[layer].values():
                 rows = x.view(*free.shape[:2], -1, x.shape[-1])
                 rows.masked_fill_(free[:, :, None, : x.shape[-1]], 0.0)
         self.shrink_to(layers, kept, spare)
