@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
@@ -239,7 +240,7 @@ def finish(
         trainer.validate(module, datamodule, verbose=False)
     gather(module)
     if config.checkpoint.patience and (run_dir / "checkpoints" / "best.ckpt").exists():
-        load_best(module, run_dir)
+        load_best(module, run_dir, config.checkpoint.monitor)
     if trainer.is_global_zero:
         picture = run_dir / "figures" / f"keep-0-{int(module.validated['step']):06d}.png"
         write_export(run_dir / "export", module, base, tokenizer, picture if picture.exists() else None)
@@ -306,7 +307,7 @@ def _take_weights(gates: AttentionGates, start: AttentionGates) -> bool:
 
 
 def check_trainer(config: Config) -> None:
-    """Refuse an unknown strategy and an accelerator that this machine lacks, before anything is loaded."""
+    """Refuse an unknown strategy, and what needs a GPU where there is none, before anything is loaded."""
     strategy, accelerator = config.trainer.strategy, config.trainer.accelerator
     strategies = ["auto", "fsdp2", *StrategyRegistry.available_strategies()]
     if strategy not in strategies:
@@ -328,6 +329,11 @@ def check_trainer(config: Config) -> None:
         raise UserError(
             "trainer.accelerator=gpu: PyTorch finds no CUDA device here; use trainer.accelerator=cpu or auto, or look "
             "at the driver and the build of torch."
+        )
+    if config.trainer.precision == "16-mixed" and not CUDAAccelerator.is_available():
+        raise UserError(
+            "trainer.precision=16-mixed: float16 needs a GPU, and PyTorch finds no CUDA device here; use "
+            "trainer.precision=bf16-mixed or 32-true."
         )
 
 
@@ -457,9 +463,11 @@ def write_export(
         export.save_merged(adapter, folder.parent / "merged", tokenizer, folder)
 
 
-def load_best(module: GatedLM, run_dir: Path) -> None:
-    """Load the weights of the best checkpoint, and the results of its validation, into the module."""
+def load_best(module: GatedLM, run_dir: Path, monitor: str) -> None:
+    """Load the best checkpoint and the results of its validation, unless the last step has a lower ``monitor``."""
     best = torch.load(run_dir / "checkpoints" / "best.ckpt", map_location="cpu", weights_only=True)
+    if module.validated[monitor] < best.get("validated", {}).get(monitor, -math.inf):
+        return
     module.load_state_dict(best["state_dict"], strict=False)
     module.load_validation(best)
     if not module.validated:  # a checkpoint of an earlier version; the export has no metrics then

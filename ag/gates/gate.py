@@ -378,8 +378,9 @@ class AttentionGates(nn.Module):
         elif self.calibration is None:
             raise UserError(
                 f"share={share}: these gates have no table of shares; measure it and export them again by ag.fit "
-                "recipe=RECIPE init=EXPORT optim.gate_lr=0 optim.warmup_steps=0 warmup.regress_steps=0 "
-                "warmup.rounds=0 trainer.max_steps=1, or give threshold= or a budget."
+                "recipe=RECIPE init=EXPORT train=gates optim.gate_lr=0 optim.warmup_steps=0 loss.anneal_steps=0 "
+                "warmup.regress_steps=0 warmup.rounds=0 trainer.max_steps=1 (with an adapter also "
+                "model.name=RUN/merged, which export.merge=true writes), or give threshold= or a budget."
             )
         elif share is not None:
             moved = self.calibration.boundary(share) - self.config.boundary

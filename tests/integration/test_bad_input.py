@@ -50,6 +50,7 @@ def fails(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> F
         (["trainer.strategy=ddpp"], "did you mean ddp?"),
         (["trainer.strategy=ddp_notebook"], "trainer.strategy=ddp."),
         (["trainer.strategy=fsdp"], "GPU"),
+        (["trainer.precision=16-mixed", "trainer.accelerator=auto"], "bf16-mixed"),
         (["trainer.strategy=deepspeed_stage_2"], "trainer.strategy=fsdp2"),
         (["lora.targets=[up]", "train=lora", "--dry-run"], "no linear layer ['up']"),
     ],

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -22,6 +23,8 @@ from ag import data
 from ag.callbacks import Figures
 from ag.config import Config
 from ag.config.recipes import load_config, resolve
+from ag.errors import UserError
+from ag.gates.gate import AttentionGates
 from ag.model.base import load_base
 from ag.run import LAUNCH_VARIABLES
 from tests.support.bounds import hold, of_nats
@@ -248,11 +251,32 @@ def test_early_stopping_exports_the_best_weights_with_their_metrics(
 
 
 @pytest.mark.slow
-def test_an_export_is_calibrated_by_a_step_of_0(recipe: Path, tmp_path: Path) -> None:
-    first = train(recipe, tmp_path, "trainer.max_steps=2")
-    again = train(
-        recipe, tmp_path, f"init={first / 'export'}", "optim.gate_lr=0", "warmup.regress_steps=0", "trainer.max_steps=1"
-    )
+def test_a_last_step_that_is_better_than_the_best_checkpoint_is_exported(recipe: Path, tmp_path: Path) -> None:
+    """The run ends between two validations, and the one of its last step is not in a checkpoint."""
+    overrides = ["train=gates+lora", "optim.lora_lr=3e-3", "optim.schedule=constant", "loss.alpha=0"]
+    overrides += ["checkpoint.monitor=val/lm_loss", "checkpoint.patience=3", "trainer.val_every=3"]
+    run = train(recipe, tmp_path, *overrides, "trainer.max_steps=5")
+    at_3, at_5 = column(run, "val/lm_loss")
+    assert at_5 < at_3
+    state = torch.load(run / "checkpoints" / "step=000005.ckpt", weights_only=True)["state_dict"]
+    gates = {name.removeprefix("gates."): tensor for name, tensor in state.items() if "gates." in name}
+    torch.testing.assert_close(load_file(run / "export" / "gates.safetensors"), gates, rtol=0, atol=0)
+    assert json.loads((run / "export" / "gate_config.json").read_text())["metrics"]["lm_loss"] == at_5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe_keys", [[], ["train=gates+lora", "loss.anneal_steps=2"]])
+def test_an_export_is_calibrated_by_a_step_of_0(recipe: Path, tmp_path: Path, recipe_keys: list[str]) -> None:
+    """The keys are those of the message to users whose gates have no table."""
+    merge = ["export.merge=true"] if recipe_keys else []
+    first = train(recipe, tmp_path, "trainer.max_steps=2", *recipe_keys, *merge)
+    gates = AttentionGates.from_pretrained(first / "export")
+    gates.calibration = None
+    with pytest.raises(UserError, match="no table of shares") as refusal:
+        gates.at(share=0.5)
+    keys = re.findall(r"[a-z_.]+=[a-z0-9]+", str(refusal.value).partition("init=EXPORT")[2].partition(" (")[0])
+    base = [f"model.name={first / 'merged'}"] if merge else []
+    again = train(recipe, tmp_path, *recipe_keys, f"init={first / 'export'}", *keys, *base)
     weights = [load_file(run / "export" / "gates.safetensors") for run in (first, again)]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     tables = [json.loads((run / "export" / "gate_config.json").read_text())["calibration"] for run in (first, again)]

@@ -136,6 +136,7 @@ def test_a_plan_ends_with_the_time_of_the_run(offline, capsys):
         ({"recipe": "quickstart"}, 48),
         ({"recipe": "quickstart", "trainer.max_steps": "-1", "optim.warmup_steps": "0"}, 1000),
         ({"recipe": "piqa_sft", "data.name": "me/rows"}, None),
+        ({"recipe": "piqa_sft", "data.root": "."}, None),
     ],
 )
 def test_steps_of_a_run(given, count):
