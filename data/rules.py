@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
-from ag.data.tokens import start_tokens
+from ag.data.tokens import apply_template, start_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,9 +64,8 @@ def prompted(tokenizer: PreTrainedTokenizerBase, system: str, user: str) -> str:
         return f"{message}\n\n"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = apply_template(tokenizer, messages)
     except TemplateError:
-        messages = [{"role": "user", "content": message}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = apply_template(tokenizer, [{"role": "user", "content": message}])
     # the tokenizer adds its start token by itself
-    return str(text).removeprefix(str(tokenizer.bos_token) if start_tokens(tokenizer) else "")
+    return text.removeprefix(str(tokenizer.bos_token) if start_tokens(tokenizer) else "")

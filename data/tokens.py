@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ag.data.sources import DataError
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 #: Put before a text that continues another one; the first character that does not merge with the text is used.
 LEADING_CHARACTERS = "\n" + string.punctuation
+DAY = "26 Jul 2024"  # in prompts whose chat template prints one
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -45,6 +46,18 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that the tokenizer puts before a text: ``[BOS]`` for Llama-2, none for SmolLM2."""
     first: list[int] = tokenizer("a")["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    """Return messages in the tokenizer's chat template, up to the beginning of an answer.
+
+    Templates such as Llama 3.2's print the day. Here it is always :data:`DAY`, Llama's own where there is no clock:
+    samples are the same tomorrow.
+    """
+    # a macro of this name comes before the function that transformers gives to templates
+    template = f"{{% macro strftime_now(form) %}}{DAY}{{% endmacro %}}{tokenizer.get_chat_template()}"
+    options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "chat_template": template}
+    return str(tokenizer.apply_chat_template(messages, **options))
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -88,6 +88,11 @@ class ChooseConfig(SharedModel, LoadingConfig):
                 raise UserError(f"policies={self.policies}: {text} takes no share; expected policies with a budget.")
         if Path(self.output).suffix != ".json":
             raise UserError(f"output={self.output}: expected a name that ends in .json.")
+        if self.data is not None and Path(self.data).resolve() == Path(self.output).resolve().parent:
+            raise UserError(
+                f"output={self.output} with data={self.data}: the next command would read it as rows: expected a file "
+                "outside of that folder."
+            )
         self.comparison().check()
 
     def comparison(self) -> CompareConfig:

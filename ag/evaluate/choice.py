@@ -111,6 +111,12 @@ class Trial:
     largest: Vector = field(default_factory=lambda: np.zeros(GRID))  # the largest that it was
     crossed: bool = False  # whether all tested means are refuted, and the mean cost is below the last one, the bound
     stopped: bool = False  # whether no further row is measured
+    kept: float = 0.0  # share that the search rows kept, where protected tokens exceeded ``share``; 0: they did not
+
+    @property
+    def size(self) -> float:
+        """The share by which policies are ranked."""
+        return max(self.share, self.kept)
 
     def add_search(self, cost: float) -> None:
         """Add the clipped cost of a search row."""
@@ -144,13 +150,13 @@ def promising(trials: Sequence[Sequence[Trial]], loss: float, max_policies: int)
         max_policies: largest number of policies that are tested.
     """
     likely = [_first(policy_trials, lambda trial: trial.moments.mean(errors=1) <= loss) for policy_trials in trials]
-    smallest = min((trial.share for policy_trials in likely for trial in policy_trials), default=1.0)
+    smallest = min((trial.size for policy_trials in likely for trial in policy_trials), default=1.0)
     may = [_first(policy_trials, lambda trial: trial.moments.mean(errors=-1) <= loss) for policy_trials in trials]
-    kept = [policy_trials if policy_trials and policy_trials[-1].share <= smallest else [] for policy_trials in may]
+    kept = [policy_trials if policy_trials and policy_trials[-1].size <= smallest else [] for policy_trials in may]
 
     def rank(index: int) -> tuple[bool, float, float]:
         last = (likely[index] or kept[index] or trials[index])[-1]
-        return not kept[index], last.share if likely[index] else 1.0, last.moments.mean()
+        return not kept[index], last.size if likely[index] else 1.0, last.moments.mean()
 
     best = sorted(range(len(trials)), key=rank)[:max_policies]
     return [policy_trials if index in best else [] for index, policy_trials in enumerate(kept)]
@@ -209,10 +215,10 @@ class SharesTest:
             )
             for trial in policy_trials[given_up:]:
                 trial.stopped = True
-        best = min((trial.share for policy_trials in self.trials for trial in self.holding(policy_trials)), default=1.0)
+        best = min((trial.size for policy_trials in self.trials for trial in self.holding(policy_trials)), default=1.0)
         for policy_trials in self.trials:
             possible = _first(policy_trials, lambda trial: trial.crossed or not trial.stopped)
-            if not possible or possible[-1].share > best:
+            if not possible or possible[-1].size > best:
                 for trial in policy_trials:
                     trial.stopped = True
 

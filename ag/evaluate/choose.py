@@ -50,12 +50,14 @@ class Candidate:
     holds: bool = False
     tokens: int = 0  # of the measured prompts
     kept: float = 0.0  # sum over rows of the kept share times tokens
+    over_budget: int = 0  # rows in which protected tokens exceed the share
     kv_bytes: int = 0  # sum over rows
 
     def add(self, outcome: Outcome) -> None:
         """Count the memory of a row."""
         self.tokens += outcome.tokens
         self.kept += outcome.kept * outcome.tokens
+        self.over_budget += outcome.over_budget
         self.kv_bytes += outcome.kv_bytes
 
     @property
@@ -113,7 +115,7 @@ class Decision:
     def chosen(self) -> Candidate | None:
         """The candidate that holds with the smallest share and, of several, the smallest cost. None: nothing holds."""
         holding = [candidate for candidate in self.candidates if candidate.holds]
-        return min(holding, key=lambda candidate: (candidate.trial.share, candidate.cost), default=None)
+        return min(holding, key=lambda candidate: (candidate.trial.size, candidate.cost), default=None)
 
 
 def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
@@ -159,6 +161,14 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
             candidate.trial.add_search(cost)
         if number == 0:
             tell(_duration(time.perf_counter() - start, task, rows, num_search))
+    for candidate in candidates:
+        if candidate.over_budget:
+            candidate.trial.kept = candidate.kept / candidate.tokens
+            tell(
+                f"{candidate.label} at {candidate.trial.share:g} keeps {candidate.trial.kept:.0%} of the search rows: its "
+                "protected tokens exceed the share in short rows, and it is ranked by what it keeps; longer texts than "
+                "these rows are not tested"
+            )
     by_policy = [[*group] for _, group in itertools.groupby(candidates, lambda candidate: candidate.label)]
     max_policies = policies_allowed(config.loss, clip, config.confidence, len(rows) - num_search)
     promising_groups = promising(

@@ -111,6 +111,19 @@ def test_the_cheaper_policy_at_its_smallest_share_is_written(words, tiny_folder,
     assert fits == sorted(fits) and (content["clip"], content["confidence"]) == (0.5, 0.9)
 
 
+def test_a_policy_whose_protected_tokens_exceed_the_share_is_ranked_by_what_it_keeps(config, monkeypatch):
+    """snapkv keeps the last 32 tokens of rows with some 60, and costs no less than h2o with half of them."""
+    monkeypatch.setattr(Own, "answer", lambda task, model, tokenizer, cache, last_hidden, sample: (3.0, {}))
+    told = []
+    decision = choose(config(policies=["snapkv", "h2o"], shares=[0.5, 0.1]), told.append)
+    held = {(one.label, one.trial.share): one.holds for one in decision.candidates}
+    assert held["h2o", 0.1] and (decision.chosen.label, decision.chosen.trial.share) == ("h2o", 0.1)
+    assert [line.partition(" keeps")[0] for line in told if "protected" in line] == ["snapkv at 0.5", "snapkv at 0.1"]
+    decision = choose(config(policies=["snapkv", "h2o"], shares=[0.1]), told.append)
+    by_label = {one.label: one.trial.size for one in decision.candidates}
+    assert by_label["h2o"] == 0.1 and by_label["snapkv"] > 0.4
+
+
 def test_nothing_holds(words, by_share, tmp_path, capsys):
     file = tmp_path / "new" / "folder" / "choice.json"
     assert main(words(shares=[0.25], loss=0.2, output=str(file))) == 1
@@ -194,6 +207,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_row_is_read(wo
         ({"policies": ["full"]}, ["full", "budget"]),
         ({"policies": ["h3o"]}, ["h3o", "h2o"]),
         ({"output": "choice.txt"}, ["choice.txt", ".json"]),
+        ({"data": ".", "output": "choice.json"}, ["output=choice.json", "data=."]),
     ],
 )
 def test_what_is_refused(changes, parts, config):

@@ -11,9 +11,10 @@ from rich.console import Console
 from ag.commands.compare import CompareConfig, name_with_kv_dtype
 from ag.commands.report import ReportConfig
 from ag.config.command_line import Invocation
+from ag.config.policies import FULL
 from ag.config.recipes import dump
 from ag.config.sections import WandbConfig
-from ag.errors import BudgetWarning, check_known
+from ag.errors import BudgetWarning, UserError, check_known
 from ag.evaluate.comparison import figures, tables
 from ag.evaluate.comparison.cells import list_cells
 from ag.evaluate.comparison.folder import Folder
@@ -38,6 +39,8 @@ def run(invocation: Invocation[CompareConfig]) -> int:
         log(comparison, comparison.folder, invocation.config.recipe, invocation.config.wandb)
     for row in comparison.failed:
         print(f"ag.compare: error: {row.task}: {row.name}: {row.problem}", file=sys.stderr)
+    if comparison.failed:
+        print("ag.compare: the same command with retry=true runs these again", file=sys.stderr)
     return 2 if comparison.failed else 0
 
 
@@ -106,8 +109,14 @@ def report(invocation: Invocation[ReportConfig]) -> int:
     cells, data = join(list(map(Path, config.folders)))
     labels = list(dict.fromkeys(cell.summary.label for cell in cells))
     for name, label in (("baseline", config.baseline), ("mine", config.mine)):
-        if label is not None and not (label == "full" and name == "baseline"):
+        if label is not None and not (label == FULL and name == "baseline"):
             check_known(label, labels, name)
+    full_labels = [label for label in labels if label.startswith(f"{FULL} (")]
+    if config.baseline == FULL and FULL not in labels and full_labels:
+        raise UserError(
+            f"baseline=full: the full caches of these folders differ in their options: expected one of them, such as "
+            f"baseline='{full_labels[0]}'; there are {', '.join(full_labels)}."
+        )
     if invocation.dry_run:
         print(*(f"{cell.summary.task}: {cell.summary.name}" for cell in cells), sep="\n")
         return 0

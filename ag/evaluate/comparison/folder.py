@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +30,11 @@ from ag.evaluate.tasks import Outcome
 from ag.files import fsync, locked, replacing
 
 log = logging.getLogger(__name__)
+
+
+class FolderError(UserError):
+    """The folder of a comparison cannot be written to."""
+
 
 SKIPPED = "%s: line %d is skipped, and its cell runs again unless a later line has it: %s"
 T = TypeVar("T")
@@ -129,7 +134,14 @@ class Folder:
         """Write a finished cell. After a crash the folder has it completely or not at all.
 
         The samples come last, and those of an earlier measurement go first: they never stand beside another summary.
+
+        Raises:
+            FolderError: it cannot be written, as in :meth:`begin` and :meth:`add`.
         """
+        with _writable(self.path):
+            self._append(cell)
+
+    def _append(self, cell: FinishedCell) -> None:
         key = cell.summary.key
         samples = self.path / "samples" / f"{key}.jsonl"
         if samples.exists():
@@ -150,11 +162,12 @@ class Folder:
 
     def begin(self, key: str, outcomes: Sequence[Outcome]) -> None:
         """Write the outcomes that a cell begins with, so that :meth:`add` appends to these."""
-        _write(self._unfinished(key), _lines(outcomes))
+        with _writable(self.path):
+            _write(self._unfinished(key), _lines(outcomes))
 
     def add(self, key: str, outcome: Outcome) -> None:
         """Append an outcome of a cell that runs."""
-        with self._unfinished(key).open("a", encoding="utf-8") as file:
+        with _writable(self.path), self._unfinished(key).open("a", encoding="utf-8") as file:
             file.write(_lines([outcome]))
 
     def unfinished(self, key: str) -> list[Outcome]:
@@ -214,6 +227,17 @@ class Folder:
             return [KeptTokens.from_json(view) for view in json.loads(text)]
         except (OSError, ValueError, TypeError, KeyError):
             return []
+
+
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that names the folder and what follows."""
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(
+            f"output={path}: {error.strerror}; the same command goes on from there when it can be written to."
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ag.evaluate.tasks.base import HUB
 
 #: Rows that differ in one of these are not paired.
 WAYS = "task", "model", "model_checksum", "revision", "adapter", "dtype", "quantization"
+FULL_POLICY = "ag.policy('full'"  # the repr of a full cache begins so
 OPTION = "option "  # before the name of a task's option among these
 
 
@@ -120,6 +122,8 @@ def _with_folders_in_labels(cells: dict[str, FinishedCell], folders: dict[str, s
 def _policy_without_budget(cell: FinishedCell) -> str:
     """Return what a label means: the policy without its budget, and the checksum of its gates."""
     policy = cell.summary.policy.replace(f"budget={cell.summary.budget!r}", "")
+    if policy.startswith(FULL_POLICY):  # evicts nothing: slots are positions, and a schedule has nothing to do
+        policy = re.sub(r", (positions='(original|slot)'|schedule='[^']*')", "", policy)
     return f"{policy} {cell.summary.gates_checksum}"
 
 

@@ -242,12 +242,13 @@ def same_kept_share(row: Row, other: Row) -> bool:
 
     These differ if prompts differ in length: a budget in tokens is a large share of a short prompt and a small share of
     a long one, flags keep about equal shares of both. Memory is a mean over tokens, the score a mean over prompts. If
-    the model writes the texts, whose lengths differ between policies, equal numbers of cached tokens suffice.
+    the model writes the texts, whose lengths differ between policies, equal numbers of cached tokens suffice, over
+    equally many texts.
     """
     if shares_agree(row.kept, other.kept) and shares_agree(row.prompt_kept, other.prompt_kept):
         return True
     mean_tokens = (row.tokens + other.tokens) / 2
-    return row.tokens != other.tokens and shares_agree(
+    return row.n == other.n and row.tokens != other.tokens and shares_agree(
         row.kept * row.tokens / mean_tokens, other.kept * other.tokens / mean_tokens
     )
 

@@ -26,7 +26,7 @@ from ag.commands.compare import CompareConfig
 from ag.engine.cache_setup import CacheSetup
 from ag.errors import UserError
 from ag.evaluate.comparison.cells import NO_SAMPLES, Cell
-from ag.evaluate.comparison.folder import FinishedCell, Folder, common_samples
+from ag.evaluate.comparison.folder import FinishedCell, Folder, FolderError, common_samples
 from ag.evaluate.inside import KeptTokens, record_kept_tokens
 from ag.evaluate.tasks import Outcome, Sample, Task
 from ag.gates import export
@@ -170,7 +170,7 @@ class Worker:
         """Run cells of one task together, and yield lists of cells that finish together.
 
         If that fails, they run one by one on the samples without an outcome, while ``waiting`` counts the outcomes of
-        the cells after these. Raises ``UserError`` if the task's data cannot be read.
+        the cells after these. Raises ``UserError`` if the task's data cannot be read, or the folder not be written to.
         """
         try:
             if cells[0].task != self.task:
@@ -188,6 +188,8 @@ class Worker:
         try:
             yield self._run(cells, outcomes_by_cell, waiting)
             return
+        except FolderError:  # of the disk, not of the cells
+            raise
         except Exception as error:  # a part of a plugin may raise anything
             problem = _problem(error)
         torch.cuda.empty_cache()  # the error is freed, and the tensors of its traceback

@@ -27,6 +27,7 @@ FUNCTIONS: dict[str, Callable[[complex], complex]] = {
 CONSTANTS: dict[str, complex] = {"\\pi": math.pi, "e": math.e, "i": 1j, "\\infty": math.inf}
 GREEK = ["alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "mu", "rho", "sigma", "phi", "omega"]
 CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
+SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
 #: Ways of writing, and the one that replaces them.
 REWRITTEN = [
     (re.compile(pattern), new)
@@ -43,7 +44,11 @@ REWRITTEN = [
         (r"\\([lg])e(?![a-zA-Z])", r"\\\1eq"),
         (r"\\(cdot|times)(?![a-zA-Z])|[×·]", "*"),
         (r"\\div(?![a-zA-Z])|÷", "/"),
-        (r"[−–]", "-"),
+        (r"[−–]|(?<![a-zA-Z])(minus|negative)(?=\s+[\d.\\($])", "-"),
+        (
+            rf"((?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?)\s*({'|'.join(SCALES)})(?![a-zA-Z])",
+            lambda number: f"({number[1].replace(',', '')}*{SCALES[number[2]]})",
+        ),
         (r"\^\s*\{?\s*\\circ\s*\}?|°|\\?\$|[€£¥]", " "),
         (r"\\%", "%"),
         (r"\\text\s*\{\s*(and|or)\s*\}|(?<![a-zA-Z])(and|or)(?![a-zA-Z])", ","),
@@ -56,9 +61,10 @@ REWRITTEN = [
 BETWEEN_WORDS = re.compile(r"(?<!\d)\s|\s(?!\s*\d)|[()]")  # not a blank between digits: "20 30" is not 2030
 HALF_OF_DAY = re.compile(r"\d\s*(?:\\text\s*\{\s*)?([ap])\.?m(?![a-zA-Z])")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?")
-#: Words and units, also ``/hour``. Letters of a to d, and letters without a vowel, are products of variables.
+#: Words and units, also ``/hour``. Letters of a to d, and letters without a vowel, are products of variables; words that
+#: multiply are no units.
 UNIT = re.compile(
-    r"(?:/\s*)?(?<![\\a-zA-Z])((?!([a-d]+|[b-df-hj-np-tv-z]+)(?![a-zA-Z]))[a-zA-Z]{3,}"
+    r"(?:/\s*)?(?<![\\a-zA-Z])((?!([a-d]+|[b-df-hj-np-tv-z]+|twice|double|triple)(?![a-zA-Z]))[a-zA-Z]{3,}"
     r"|cm|mm|km|kg|ft|mi|hrs?|lbs?|oz|am|pm|[mk]ph|yds|pts)(?![a-zA-Z])(\s*\^\s*\{?\d\}?)?"
 )
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")

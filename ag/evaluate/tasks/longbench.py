@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from ag.data.encode import divided
 from ag.data.sources import DataError, Record, Source, check_fields, local_folder
-from ag.data.tokens import tokenize, tokenize_after
+from ag.data.tokens import apply_template, tokenize, tokenize_after
 from ag.errors import UserError, need
 from ag.evaluate.tasks.base import LeftOut, Sample
 from ag.evaluate.tasks.questions import EXTRA_ANSWER_TOKENS, QuestionTask
@@ -70,7 +70,7 @@ class LongBench(QuestionTask):
             messages = [{"role": "user", "content": text}]
             if not chat:
                 return text
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return apply_template(tokenizer, messages)
 
         max_prompt = max_tokens - subset.max_new_tokens
         # a text that was cut in the middle may have a few more tokens when tokenised again
@@ -82,7 +82,10 @@ class LongBench(QuestionTask):
             )
         half = longest // 2
         for number, row in enumerate(self._rows(), start=1):
-            check_fields(row, FIELDS, f"{self.name} row {number}")
+            location = f"{self.name} row {number}"
+            check_fields(row, FIELDS, location)
+            for answer in row["answers"]:
+                check_fields({"answers": answer}, {"answers": str}, location)
             text = subset.prompt.format(context=row["context"], input=row["input"])
             ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
             cut = len(ids) - 2 * half if len(ids) > longest else 0

@@ -454,7 +454,10 @@ def squad(rows: Iterable[Record], location: str) -> Corpus:
         check_fields(row, fields, f"{location} row {row_number}")
         index = documents.setdefault(row["context"], len(documents))
         articles.setdefault(row["title"], {})[index] = None
-        if answers := list(dict.fromkeys(row["answers"].get("text", []))):
+        texts = row["answers"].get("text", [])
+        for text in texts:
+            check_fields({"answers.text": text}, {"answers.text": str}, f"{location} row {row_number}")
+        if answers := [text for text in dict.fromkeys(texts) if text.strip()]:  # any answer contains an empty one
             questions.append((row, answers, index))
     return list(documents), [
         Item(row["question"], answers, [index], [other for other in articles[row["title"]] if other != index])

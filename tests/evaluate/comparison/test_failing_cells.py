@@ -17,10 +17,11 @@ from ag.errors import UserError
 from ag.evaluate import tasks
 from ag.evaluate.comparison import work
 from ag.evaluate.comparison.compare import compare
-from ag.evaluate.comparison.folder import tag_values
+from ag.evaluate.comparison.folder import Folder, tag_values
 from ag.evaluate.tasks import Outcome, Sample
 from tests.evaluate.conftest import lines, without_charts, words
-from tests.support.refused import names
+from tests.support.full_disk import full_disk
+from tests.support.refused import names, refuses
 
 SAMPLES = 6
 pytestmark = pytest.mark.usefixtures("no_charts")
@@ -111,6 +112,25 @@ def test_samples_that_were_done_are_not_run_again(config, quiet, alone, monkeypa
     assert calls == [(["tova"], every[3:])]
     assert len(lines(given.output)) == 4  # of a key the last row counts
     assert not list((failed.folder / "unfinished").iterdir())
+
+
+def test_a_full_disk_is_no_result(config, quiet, alone, monkeypatch):
+    """The command ends, and the next one goes on where the disk was full."""
+    add, times = Folder.add, []
+
+    def fail(self, key, outcome):
+        times.append(key)
+        if len(times) == 4:
+            with full_disk(0):
+                add(self, key, outcome)
+        add(self, key, outcome)
+
+    given = config(policies=["full", "h2o"], budgets=[0.5])
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "add", fail)
+        with refuses(UserError, f"output={given.output}", "File too large", "the same command"):
+            compare(given, quiet)
+    assert results(compare(given, quiet)) == alone
 
 
 @pytest.mark.parametrize("change", [None, "data", "cells"])

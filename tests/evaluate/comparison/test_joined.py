@@ -110,6 +110,11 @@ def test_a_label_with_two_meanings_has_the_name_of_its_folder(folder):
     assert [name for _, name, _ in shown(*paths)] == ["g (a) 0.5", "g (b) 0.5", "tova 0.5"]
 
 
+def test_full_caches_whose_options_change_nothing_are_one(folder):
+    slots = cell("full", None, 0.0, policy="ag.policy('full', budget=None, positions='slot')", key="1")
+    assert shown(folder("a", FULL, cell("h2o")), folder("b", slots))[0] == ("ppl", "full", made_up.N)
+
+
 def test_a_label_with_two_meanings_at_two_budgets_or_tasks_too(folder):
     first, second = ("ag.policy('gates:x', budget=0.5)", "ag.policy('gates:y', budget=0.3)")
     one, other = cell("g", policy=first, key="1"), cell("g", 0.3, policy=second, key="2")
@@ -207,6 +212,7 @@ def test_of_one_policy_the_row_with_the_most_samples_counts(folder):
 def test_the_command(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     paths = [str(folder("a", FULL, cell("h2o"))), str(folder("b", cell("tova", cost=0.9)))]
+    coded = str(folder("coded", cell("full", None, 0.0, policy="ag.policy('full', kv_dtype='int8')", key="1")))
     assert main([*paths, f"output={tmp_path}/all", "mine=h2o"]) == 0
     names(capsys.readouterr().out, "ppl", "h2o 0.5", "tova 0.5", f"{tmp_path}/all/report.html")
     text = (tmp_path / "all" / "table.md").read_text()
@@ -218,6 +224,7 @@ def test_the_command(folder, tmp_path, capsys, monkeypatch):
         (["output=x"], ("folders=[]", "ag.compare")),
         ([*paths, "baseline=h2"], ("baseline 'h2'", "h2o?")),
         ([*paths, "mine=tov"], ("mine 'tov'", "tova?")),
+        ([*paths, coded], ("baseline=full", "baseline='full (a)'", "full (coded)")),
     ):
         assert main(words) == 2
         names(capsys.readouterr().err, "ag.report: error: ", *parts)

@@ -43,6 +43,13 @@ def of(results, baseline="full"):
     return Comparison(results, Path(), baseline)
 
 
+def test_flags_on_fewer_prompts_do_not_hold_as_much_as_a_budget_on_more():
+    """Half of 20 prompts has as many tokens as a quarter of 40, and not as many for each prompt."""
+    flags = result("flags", None, [100] * 20, [0.5] * 20)
+    h2o = result("h2o", 0.25, [100] * 40, [0.25] * 40)
+    assert not same_kept_share(*rows(flags, h2o))
+
+
 def rows(*results):
     return of(results).results
 

@@ -10,6 +10,12 @@ from tests.support import datasets
 
 MADE = [  # an answer of a model, the right answer, and whether they are equal
     ("60 miles/hour", "60", True),
+    ("3 million dollars", "3,000,000", True),
+    ("1.45 thousand", "1450", True),
+    ("3 million", "3", False),
+    ("negative 5", "-5", True),
+    ("minus 5", "5", False),
+    ("twice 5", "5", False),
     (r"\$25/hour", "25", True),
     (r"\text{40 cents / lb}", "40", True),
     ("5/hour", "6", False),

@@ -108,6 +108,21 @@ def test_answers_follow_the_end_of_the_template(tiny_tokenizer, write, monkeypat
     assert told == ["template", None, None, None]
 
 
+def test_samples_are_the_same_tomorrow(tiny_tokenizer, write, monkeypatch):
+    """As of a template that prints the day, which transformers takes from the clock."""
+    root = write("longbench/hotpotqa", [row()])
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+    [sample] = make("hotpotqa", root, chat=True).load(tiny_tokenizer, None, 1000).samples
+    assert tiny_tokenizer.decode(sample.prompt).startswith("26 Jul 2024<")
+
+
+def test_an_answer_that_is_no_text_is_refused(tiny_tokenizer, write):
+    root = write("longbench/hotpotqa", [row(), row(answers=["Bob", 5])])
+    with refuses(DataError, "hotpotqa row 2", "answers", "int", "str"):
+        make("hotpotqa", root).load(tiny_tokenizer, None, 1000)
+
+
 @pytest.mark.slow
 def test_the_best_reference_counts(tiny_llama, tiny_tokenizer, write):
     """The answer is that of ``generate``, up to the end of its line."""

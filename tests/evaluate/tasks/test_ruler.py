@@ -172,6 +172,9 @@ def test_seeds_ask_different_questions(sources, tiny_tokenizer):
     assert asked[0][0].startswith("What says 01?") and "first" not in make("qa_1").identity()  # its rows stay valid
 
 
+SQUAD_ROW = {"title": "t", "context": "c", "question": "q"}
+
+
 def test_missing_and_damaged_documents(tiny_tokenizer, tmp_path, write):
     hint = ("qa_2", "root=FOLDER", "hotpot_qa/validation.jsonl", "load_dataset('hotpotqa/hotpot_qa', 'distractor')")
     for root in (str(tmp_path), None):  # the tests have no hub
@@ -180,7 +183,10 @@ def test_missing_and_damaged_documents(tiny_tokenizer, tmp_path, write):
     for name, folder, row, message in (
         ("qa_2", "hotpot_qa", {"question": "q", "answer": "a", "context": {"title": ["t"]}}, "row 1: context has no"),
         ("qa_1", "squad_v2", {"question": "q"}, "row 1 has no field title"),
-        ("qa_1", "squad_v2", {"title": "t", "context": "c", "question": "q", "answers": {}}, "no question with an"),
+        ("qa_1", "squad_v2", SQUAD_ROW | {"answers": {}}, "no question with an"),
+        # an empty answer, which every text contains
+        ("qa_1", "squad_v2", SQUAD_ROW | {"answers": {"text": [""]}}, "no question with an"),
+        ("qa_1", "squad_v2", SQUAD_ROW | {"answers": {"text": [5]}}, "row 1: field answers.text is int"),
     ):
         with refuses(UserError, message):
             make(name, write(f"{folder}/validation", [row])).load(tiny_tokenizer, 1, 5000)
