@@ -65,8 +65,14 @@ class CacheSetup:
 
         Raises:
             UnsupportedModelError: when the model class cannot take a custom attention function.
-            UserError: when the gates or the pool were made for another model, or no gates are attached.
+            UserError: when the gates or the pool were made for another model, no gates are attached, or torch makes new
+                tensors on another device than the CPU.
         """
+        if (default_device := torch.get_default_device()).type != "cpu":
+            raise UserError(
+                f"torch's default device is {default_device}: expected the CPU, where a cache keeps its lengths and "
+                "tables; call torch.set_default_device('cpu') and move the model by model.to(...)."
+            )
         gates = policy.gates
         if policy.by_gates and gates is None:
             gates = _attached(model, policy)

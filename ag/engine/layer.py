@@ -117,7 +117,7 @@ class Layer:
         if evictor is not None:
             with self.watch.running(out.device):
                 needs = evictor.needs[batch.is_prefill]
-                queries = placed.q, batch.token_indices, batch.token_indices >= 0
+                queries = placed.q.to(store.pool.dtype), batch.token_indices, batch.token_indices >= 0
                 last = self.policy.lookback if batch.is_prefill else needs.lookback
                 if last:
                     queries = self._add_past_queries(queries, batch, store, last)
@@ -168,7 +168,7 @@ class Layer:
         weigh = needs is not None and needs.step_weights and (batch.evicting is not None or bool(needs.every_query))
         query_indices = None if sees_all_held else batch.token_indices
         options = call.scaling, call.window, num_recent, call.softmax, weigh
-        out, weights = paged_attention(placed.q, pages, query_indices, *options)
+        out, weights = paged_attention(placed.q.to(store.pool.dtype), pages, query_indices, *options)
         return out, weights, placed
 
     def _dense(self, batch: ForwardBatch) -> bool:
@@ -231,16 +231,18 @@ class Layer:
         weights: Tensor | None = None,
     ) -> None:
         """Let the scorer note the pass, and evict from the sequences ``batch.evicting``, if there are some."""
-        store = layer_stores[self.index]
+        store, device = layer_stores[self.index], call.q.device.type
         reader = self._reader(call, batch, store, queries, weights)
         slots = reader.cached.shape[2]
         # without the free slots at the end of the table
         records = {name: x[..., :slots] for name, x in store.records[self.index].items()}
-        if batch.evicting is not None:
-            return evictor.evict(reader, batch, layer_stores, records)
-        needs = evictor.needs[batch.is_prefill]
-        evictor.scorer.note(reader.inputs(needs, records, only_noted=True), records)
-        store.put_records(self.index, records)
+        # scores are float32 under autocast too; to enter its context costs more than to ask for it
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            if batch.evicting is not None:
+                return evictor.evict(reader, batch, layer_stores, records)
+            needs = evictor.needs[batch.is_prefill]
+            evictor.scorer.note(reader.inputs(needs, records, only_noted=True), records)
+            store.put_records(self.index, records)
 
     def _reader(
         self, call: AttentionCall, batch: ForwardBatch, store: KVStore, queries: Queries, weights: Tensor | None

@@ -41,7 +41,9 @@ def attention_stats(
             visible &= distance < window
         counted = visible & (distance >= skip)
         visible, counted = (x.repeat_interleave(heads // x.shape[1], 1) for x in (visible, counted))
-        s = softmax.capped((q[:, :, block] @ k.mT) * scaling).masked_fill(~visible, float("-inf"))
+        with torch.autocast(q.device.type, enabled=False):
+            products = q[:, :, block] @ k.mT
+        s = softmax.capped(products * scaling).masked_fill(~visible, float("-inf"))
         weights = weigh(s, softmax.by_head(4)).masked_fill(~counted, 0.0)
         if factors is not None:
             weights = weights * factors[:, None, block, None].to(weights.dtype)

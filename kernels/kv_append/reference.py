@@ -18,7 +18,8 @@ def kv_append(pages: Pages, k: Tensor, v: Tensor, token_indices: Tensor, gate: T
     slots = slots[chosen]
     pool_index = pages.block_table.long()[chosen[0], slots // page] * page + slots % page
     if gate is None:
-        gate_values = torch.full(token_index.shape, pages.ungated_value, device=token_index.device)
+        kind = None if pages.gate is None else pages.gate.dtype
+        gate_values = torch.full(token_index.shape, pages.ungated_value, dtype=kind, device=token_index.device)
     else:
         gate_values = gate.flatten(0, 1)
     fresh = [*(x.flatten(0, 1) for x in coded(pages, k, v)), token_index, gate_values]

@@ -41,7 +41,8 @@ def paged_attention(
             hidden = hidden | (key_index <= query_index - window)
         if recent is not None and gate is not None:
             hidden = hidden | ((key_index <= query_index - recent) & ~gate.flatten()[pool_index][:, None, None])
-        s = softmax.capped(query_tile.reshape(rows, -1, *query_tile.shape[2:]).to(acc) @ k.mT * scaling)
-        a = weights_of(s.masked_fill(hidden, float("-inf")), sink_logits).masked_fill(hidden, 0)
-        outs.append((a @ v).to(q.dtype).view(*query_tile.shape[:3], -1))
+        with torch.autocast(q.device.type, enabled=False):
+            s = softmax.capped(query_tile.reshape(rows, -1, *query_tile.shape[2:]).to(acc) @ k.mT * scaling)
+            a = weights_of(s.masked_fill(hidden, float("-inf")), sink_logits).masked_fill(hidden, 0)
+            outs.append((a @ v).to(q.dtype).view(*query_tile.shape[:3], -1))
     return torch.cat(outs, 2), a.view(*q.shape[:2], a.shape[-1]).float() if weigh else None

@@ -140,17 +140,24 @@ def test_copies_crops_and_beams(tiny_llama):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("spec", ["h2o", "kvzip"])
+@pytest.mark.parametrize("spec", ["h2o", "kvzip", "rkv"])
 @torch.no_grad()
 def test_the_default_type_of_torch_changes_nothing(tiny_llama, spec, dtype):
-    """The kernels in C++ read and write float32, whatever the type of new tensors is."""
+    """The kernels in C++ read and write float32, and scores are float32, whatever the type of new tensors is."""
     model, ids, found = tiny_llama(), torch.arange(3, 39)[None], []
     for default in (torch.float32, dtype):
         torch.set_default_dtype(default)
         try:
-            cache = ag.EvictionCache(model, ag.policy(spec, 12, "every" if spec == "h2o" else "prefill"))
+            cache = ag.EvictionCache(model, ag.policy(spec, 12, "prefill" if spec == "kvzip" else "every"))
             out = [model(part, past_key_values=cache).logits[:, -1] for part in ids.split([30, *[1] * 6], 1)]
         finally:
             torch.set_default_dtype(torch.float32)
         found.append(torch.cat(out))
     assert torch.equal(*found)
+
+
+def test_another_default_device_is_refused(tiny_llama):
+    """Tables of the cache would be made there."""
+    model = tiny_llama()
+    with torch.device("meta"), refuses(UserError, "default device is meta", "set_default_device('cpu')"):
+        ag.EvictionCache(model, "h2o", 12)

@@ -14,6 +14,7 @@ from _pytest.mark import ParameterSet
 
 import ag
 from ag.engine import EvictionCache
+from ag.engine.evictor import Evictor
 from tests.support.batches import row
 from tests.support.gates_for import gates_for
 from tests.support.held import Run, check, feed
@@ -150,6 +151,23 @@ def test_any_policy(llama, start, allocator, schedule, side):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("start", STARTS)
+def test_scores_under_autocast_are_float32(llama, start, monkeypatch):
+    """Attention is in bfloat16 there; what is noted and decided is not."""
+    policy, passes = made(start, "uniform", "prefill" if start == "kvzip" else "every"), [[30, 19], *[[1, 1]] * 4]
+    autocast, real = set(), Evictor.evict
+
+    def evict(*arguments):
+        autocast.add(torch.is_autocast_enabled("cpu"))
+        return real(*arguments)
+
+    monkeypatch.setattr(Evictor, "evict", evict)
+    with torch.autocast("cpu", torch.bfloat16):
+        run = feed(EvictionCache(llama, policy), llama, [row(34, 0), row(23, 1)], passes)
+    hold_exactly(policy, passes, run.held)
+    assert autocast == {False}
+
+
 @pytest.mark.parametrize(
     ("family", "name", "schedule"),
     covering(

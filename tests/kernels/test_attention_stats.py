@@ -122,6 +122,13 @@ def test_half_precision(version, dtype):
     check(version, "sum", *given(37, 2, 1, 32, skip=2, dtype=dtype))
 
 
+def test_the_reference_under_autocast_is_the_reference():
+    arguments, options = given(37, 2, 1, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = reference.attention_stats("sum", *arguments, **options)
+    assert torch.equal(found, reference.attention_stats("sum", *arguments, **options))
+
+
 @fast
 def test_strides_and_odd_sizes(version):
     (q, k, own, held, scaling), options = given(63, 4, 2, 60, padding="left", queries="some")

@@ -76,6 +76,16 @@ def test_rows_equal_lists(version, case):
     check(version, CASES[case], len(case))
 
 
+@every
+def test_the_default_type_of_torch_changes_nothing(version):
+    """The gate output of a token on which no gate ran does not fit into 16 bits."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        check(version, CASES["not_asked"] | {"dtype": torch.float32})
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_operation_picks_a_version_and_refuses_another_type(fresh, caplog):
     caplog.set_level("INFO", logger="ag.kernels.dispatch")
     check(kv_append, {"gate": torch.bool})

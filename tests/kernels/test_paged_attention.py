@@ -154,6 +154,14 @@ def test_half_precision(version, dtype, count, kind):
 
 
 @every
+def test_autocast_changes_nothing(version):
+    q, pages, *options = given([70, 1, 130], 6, dim=32)
+    with torch.autocast(q.device.type, torch.bfloat16):
+        found = version(q, pages, *options, True)
+    assert all(map(torch.equal, found, version(q, pages, *options, True)))
+
+
+@every
 @pytest.mark.parametrize("count", [1, 5])
 def test_padding_sees_nothing(version, count):
     arguments = given([40, 30, 9, 20], 4, count, batch=2, dim=16)

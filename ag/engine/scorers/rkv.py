@@ -84,7 +84,7 @@ class RKV(Scorer):
         keys = F.normalize(inputs.keys.float().masked_fill(~valid[..., None], 0.0), dim=-1)
         token_indices = inputs.key_indices.masked_fill(~valid, -1)
         slots = torch.arange(keys.shape[2], device=keys.device)
-        similarity_sum = torch.zeros(keys.shape[:3], device=keys.device)
+        similarity_sum = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
         for query_slots in slots.split(max(1, PAIRS // max(1, similarity_sum.numel()))):
             cosine = (keys[:, :, query_slots] @ keys.mT).masked_fill_(slots == query_slots[:, None], 0.0)
             newest, newest_slot = torch.where(cosine > self.threshold, token_indices[:, :, None], -1).max(
