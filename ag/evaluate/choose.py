@@ -165,9 +165,9 @@ def choose(config: ChooseConfig, tell: Callable[[str], None]) -> Decision:
         if candidate.over_budget:
             candidate.trial.kept = candidate.kept / candidate.tokens
             tell(
-                f"{candidate.label} at {candidate.trial.share:g} keeps {candidate.trial.kept:.0%} of the search rows: its "
-                "protected tokens exceed the share in short rows, and it is ranked by what it keeps; longer texts than "
-                "these rows are not tested"
+                f"{candidate.label} at {candidate.trial.share:g} keeps {candidate.trial.kept:.0%} of the search rows, "
+                "whose protected tokens exceed the share: it is ranked by what it keeps, and longer texts than these "
+                "are not tested"
             )
     by_policy = [[*group] for _, group in itertools.groupby(candidates, lambda candidate: candidate.label)]
     max_policies = policies_allowed(config.loss, clip, config.confidence, len(rows) - num_search)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ag.config import Config
-from ag.config.data import FactsConfig, SplitConfig, WorkedConfig
+from ag.config.data import FactsConfig, SftConfig, SplitConfig, WorkedConfig
 from ag.config.loss import REGRESS
 from ag.data.lengths import RowSample
 from ag.data.templates import TASKS
@@ -261,7 +261,7 @@ def steps(config: Config) -> int | None:
     trainer, data, sizes = config.trainer, config.data, [config.data.train_samples]
     if trainer.max_steps >= 0:
         return trainer.max_steps
-    if data.kind == "sft" and data.name in TASKS and data.root is None:  # a local folder may hold other rows
+    if isinstance(data, SftConfig) and data.name in TASKS and data.root is None:  # a local folder may hold other rows
         sizes.append(TASKS[data.name].train_rows)
     elif isinstance(data, FactsConfig | WorkedConfig) and sizes == [None]:
         sizes.append(data.DEFAULT_TRAIN_ROWS)

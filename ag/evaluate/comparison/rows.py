@@ -248,8 +248,10 @@ def same_kept_share(row: Row, other: Row) -> bool:
     if shares_agree(row.kept, other.kept) and shares_agree(row.prompt_kept, other.prompt_kept):
         return True
     mean_tokens = (row.tokens + other.tokens) / 2
-    return row.n == other.n and row.tokens != other.tokens and shares_agree(
-        row.kept * row.tokens / mean_tokens, other.kept * other.tokens / mean_tokens
+    return (
+        row.n == other.n
+        and row.tokens != other.tokens
+        and shares_agree(row.kept * row.tokens / mean_tokens, other.kept * other.tokens / mean_tokens)
     )
 
 

@@ -61,8 +61,8 @@ REWRITTEN = [
 BETWEEN_WORDS = re.compile(r"(?<!\d)\s|\s(?!\s*\d)|[()]")  # not a blank between digits: "20 30" is not 2030
 HALF_OF_DAY = re.compile(r"\d\s*(?:\\text\s*\{\s*)?([ap])\.?m(?![a-zA-Z])")
 TEXT = re.compile(r"\\text\s*\{([^{}]*)\}(\s*\^\s*\{?\d\}?)?")
-#: Words and units, also ``/hour``. Letters of a to d, and letters without a vowel, are products of variables; words that
-#: multiply are no units.
+#: Words and units, also ``/hour``. Letters of a to d, and letters without a vowel, are products of variables, and
+#: words that multiply are no units.
 UNIT = re.compile(
     r"(?:/\s*)?(?<![\\a-zA-Z])((?!([a-d]+|[b-df-hj-np-tv-z]+|twice|double|triple)(?![a-zA-Z]))[a-zA-Z]{3,}"
     r"|cm|mm|km|kg|ft|mi|hrs?|lbs?|oz|am|pm|[mk]ph|yds|pts)(?![a-zA-Z])(\s*\^\s*\{?\d\}?)?"
