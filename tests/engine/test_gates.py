@@ -204,7 +204,7 @@ def test_gates_without_a_table(tiny_llama, tmp_path):
     gates_for(tiny_llama()).save_pretrained(tmp_path / "old")
     with refuses(UserError, "share=0.3", "init=EXPORT", "threshold=") as refused:
         ag.policy(f"gates:{tmp_path / 'old'}", share=0.3)
-    [keys] = re.findall(r"ag\.fit recipe=RECIPE init=EXPORT ([^,]*),", str(refused.value))
+    [keys] = re.findall(r"ag\.fit recipe=RECIPE init=EXPORT ([^(]*) \(", str(refused.value))
     for recipe in ("quickstart", "remember", "smollm2_repeat", "piqa_sft"):
         resolve(Config, {"recipe": recipe, "init": "EXPORT"} | dict(pair.split("=") for pair in keys.split()))
     moved = ag.policy(f"gates:{tmp_path / 'old'}", threshold=0.2).gates
