@@ -54,8 +54,9 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, 
     Templates such as Llama 3.2's print the day. Here it is always :data:`DAY`, Llama's own where there is no clock:
     samples are the same tomorrow.
     """
-    # a macro of this name comes before the function that transformers gives to templates
-    template = f"{{% macro strftime_now(form) %}}{DAY}{{% endmacro %}}{tokenizer.get_chat_template()}"
+    # a macro of this name comes before the function that transformers gives to templates; the line break after it is
+    # dropped, and the template begins a line as it would alone
+    template = f"{{% macro strftime_now(form) %}}{DAY}{{% endmacro %}}\n{tokenizer.get_chat_template()}"
     options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "chat_template": template}
     return str(tokenizer.apply_chat_template(messages, **options))
 

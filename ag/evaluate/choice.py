@@ -115,7 +115,7 @@ class Trial:
 
     @property
     def size(self) -> float:
-        """The share by which policies are ranked."""
+        """The share that policies are compared by: what is kept, where that is more than was asked for."""
         return max(self.share, self.kept)
 
     def add_search(self, cost: float) -> None:
@@ -140,9 +140,9 @@ def promising(trials: Sequence[Sequence[Trial]], loss: float, max_policies: int)
     """Choose by the search rows what to test: of each policy its first shares, perhaps none.
 
     A share may hold if its mean cost, less the standard error, is at most ``loss``. It is likely to hold if the mean
-    plus the standard error is. A policy is left out if none of its shares may hold, or if a smaller share than each of
-    these is likely to hold under another policy. If more than ``max_policies`` are left, those with the smallest shares
-    that are likely to hold stay, and of equal shares the cheapest.
+    plus the standard error is. A policy is left out if none of its shares may hold, or if a smaller
+    :attr:`Trial.size` than each of these is likely to hold under another policy. If more than ``max_policies`` are
+    left, those with the smallest sizes that are likely to hold stay, and of equal sizes the cheapest.
 
     Args:
         trials: by policy, each from the largest share to the smallest.

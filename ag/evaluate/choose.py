@@ -113,7 +113,7 @@ class Decision:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The candidate that holds with the smallest share and, of several, the smallest cost. None: nothing holds."""
+        """The candidate that holds with the smallest size and, of several, the smallest cost. None: nothing holds."""
         holding = [candidate for candidate in self.candidates if candidate.holds]
         return min(holding, key=lambda candidate: (candidate.trial.size, candidate.cost), default=None)
 

@@ -138,27 +138,24 @@ class Folder:
         Raises:
             FolderError: it cannot be written, as in :meth:`begin` and :meth:`add`.
         """
-        with _writable(self.path):
-            self._append(cell)
-
-    def _append(self, cell: FinishedCell) -> None:
         key = cell.summary.key
         samples = self.path / "samples" / f"{key}.jsonl"
-        if samples.exists():
-            samples.unlink()
-            fsync(samples.parent)
-        _write(self.path / "views" / f"{key}.json", json.dumps([view.to_json() for view in cell.views]))
-        line = json.dumps(asdict(cell.summary), allow_nan=False).encode() + b"\n"
-        with (self.path / ROWS).open("a+b") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-            if file.read(1) not in (b"", b"\n"):  # a process died while it wrote
-                line = b"\n" + line
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        _write(samples, _lines(cell.outcomes))
-        if cell.summary.problem is None:  # a failed cell goes on from its outcomes when it is retried
-            self._unfinished(key).unlink(missing_ok=True)
+        with _writable(self.path):
+            if samples.exists():
+                samples.unlink()
+                fsync(samples.parent)
+            _write(self.path / "views" / f"{key}.json", json.dumps([view.to_json() for view in cell.views]))
+            line = json.dumps(asdict(cell.summary), allow_nan=False).encode() + b"\n"
+            with (self.path / ROWS).open("a+b") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                if file.read(1) not in (b"", b"\n"):  # a process died while it wrote
+                    line = b"\n" + line
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            _write(samples, _lines(cell.outcomes))
+            if cell.summary.problem is None:  # a failed cell goes on from its outcomes when it is retried
+                self._unfinished(key).unlink(missing_ok=True)
 
     def begin(self, key: str, outcomes: Sequence[Outcome]) -> None:
         """Write the outcomes that a cell begins with, so that :meth:`add` appends to these."""

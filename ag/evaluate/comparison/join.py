@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml  # type: ignore[import-untyped]
 from pandas import DataFrame
 
+from ag.config.policies import FULL
 from ag.errors import UserError
 from ag.evaluate.comparison import tables
 from ag.evaluate.comparison.folder import ROWS, FinishedCell, Folder
@@ -17,7 +18,7 @@ from ag.evaluate.tasks.base import HUB
 
 #: Rows that differ in one of these are not paired.
 WAYS = "task", "model", "model_checksum", "revision", "adapter", "dtype", "quantization"
-FULL_POLICY = "ag.policy('full'"  # the repr of a full cache begins so
+FULL_POLICY = f"ag.policy({FULL!r}"  # the repr of a full cache begins so
 OPTION = "option "  # before the name of a task's option among these
 
 

@@ -7,6 +7,7 @@ import pytest
 
 import ag
 from ag.data.sources import DataError
+from ag.data.tokens import apply_template
 from ag.errors import UserError
 from ag.evaluate.tasks import make
 from ag.evaluate.tasks.longbench import SUBSETS, classification, code_similarity, count, f1, retrieval, rouge_l
@@ -115,6 +116,15 @@ def test_samples_are_the_same_tomorrow(tiny_tokenizer, write, monkeypatch):
     monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
     [sample] = make("hotpotqa", root, chat=True).load(tiny_tokenizer, None, 1000).samples
     assert tiny_tokenizer.decode(sample.prompt).startswith("26 Jul 2024<")
+
+
+@pytest.mark.parametrize("start", ["", "\n", "\n\n", "  ", "  {% if true %}\n{% endif %}"])
+def test_a_template_without_a_day_is_as_it_is_alone(tiny_tokenizer, monkeypatch, start):
+    template = start + "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    monkeypatch.setattr(tiny_tokenizer, "chat_template", template)
+    messages = [{"role": "user", "content": "Who?"}]
+    alone = tiny_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert apply_template(tiny_tokenizer, messages) == alone
 
 
 def test_an_answer_that_is_no_text_is_refused(tiny_tokenizer, write):
